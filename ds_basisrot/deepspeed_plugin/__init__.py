@@ -1,0 +1,1 @@
+"""DeepSpeed: the optimizer from a ds_config.json, and the asynchronous schedule for its PipelineEngine."""

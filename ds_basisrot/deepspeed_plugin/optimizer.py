@@ -1,0 +1,78 @@
+"""Builds BasisRotation for a DeepSpeed engine: parameters routed by module, in the user's own groups."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
+from torch import Tensor, nn
+
+from ..optim.basis_rotation import BasisRotation
+from ..optim.routing import describe, is_linear, route
+from . import agreement
+from .config import ConfigError, check_optimizer_params, check_optimizer_setting
+from .log import log
+
+
+def check_engine(engine: Any) -> None:
+    """Refuse a setting that BasisRotation cannot train under, before anything is built.
+
+    Raises:
+        ConfigError: naming the JSON key.
+    """
+    precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
+    offload = engine.zero_offload_optimizer()
+    offloaded = offload is not None and getattr(offload, "device", "none") not in (None, "none")
+    check_optimizer_setting(int(engine.zero_optimization_stage()), precision, offloaded)
+
+
+def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) -> BasisRotation:
+    """BasisRotation over `model_parameters` (tensors or groups, as given to deepspeed.initialize) with the JSON's `params`.
+
+    Raises:
+        ConfigError: an illegal parameter, or nothing to rotate in the whole model.
+    """
+    check_optimizer_params(params)
+    params = dict(params)
+    patterns = params.pop("rotate", None)
+    routes = route(engine.module, patterns, holds_output=_holds_output(engine.module))
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+
+    def routed(group: dict[str, Any]) -> dict[str, Any]:
+        parameters = list(group["params"])
+        named = [(names.get(p, f"parameter outside the model {index}"), p) for index, p in enumerate(parameters)]
+        return {**group, "params": named, "rotate": [name in routes and routes[name].rotate for name, _ in named]}
+
+    groups = [item if isinstance(item, dict) else None for item in model_parameters]
+    loose: list[Tensor] = [item for item, group in zip(model_parameters, groups) if group is None]
+    optimizer = BasisRotation([routed(g) for g in ([{"params": loose}] if loose else []) + [g for g in groups if g]], **params)
+
+    rotated = sum(sum(group["rotate"]) for group in optimizer.param_groups)
+    total = agreement.agree({}, {"rotated": rotated, "parameters": len(names)})
+    if total["rotated"] == 0:
+        raise ConfigError(f"optimizer.params.rotate: nothing would be rotated ({describe(routes)}); include matrices by pattern, or use AdamW")
+    _log(engine, routes)
+    return optimizer
+
+
+def _holds_output(module: nn.Module) -> bool:
+    """Whether the output head can be in this module: always, but for a pipeline stage that is not the last or ends in one more block."""
+    if not isinstance(module, PipelineModule):
+        return True
+    if module.stage_id != module.num_stages - 1:
+        return False
+    linears = [name for name, child in module.named_modules() if is_linear(child)]
+    layer, _, inner = linears[-1].partition(".") if linears else ("", "", "")
+    if not (layer.isdigit() and inner):
+        return True
+    kinds = [spec.typename if isinstance(spec, LayerSpec) else type(spec) for spec in module._layer_specs]
+    return kinds.count(kinds[int(layer)]) == 1
+
+
+def _log(engine: Any, routes: dict) -> None:
+    grid = getattr(engine.module, "_grid", None)
+    where = "" if grid is None else f" stage {grid.get_stage_id()}:"
+    speaker = engine.global_rank if grid is not None and grid.get_data_parallel_id() == 0 else 0
+    log(f"{where.strip()} BasisRotation, {describe(routes)}", rank=speaker)
+    others = sorted({name for name, r in routes.items() if not r.rotate and r.reason not in ("norm or bias",)})
+    if others:
+        log(f"{where.strip()} AdamW for " + ", ".join(f"{n} ({routes[n].reason})" for n in others[:20]), rank=speaker)

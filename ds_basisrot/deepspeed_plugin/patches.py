@@ -1,0 +1,94 @@
+"""What we change in DeepSpeed, in place, once its engine modules are imported: thin wrappers that do nothing unless the JSON asks for us."""
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from . import private_names
+from .config import (
+    OPTIMIZER_TYPE,
+    ConfigError,
+    check_optimizer_params,
+    check_optimizer_type,
+    is_basis_rotation,
+    pipeline_options,
+)
+
+
+def patch_engine(module: ModuleType) -> None:
+    """Register the optimizer type in `deepspeed.runtime.engine`."""
+    cls = module.DeepSpeedEngine
+    private_names.check(cls, private_names.ENGINE, "DeepSpeedEngine")
+
+    @_wraps(cls, "_is_supported_optimizer")
+    def _is_supported_optimizer(original, engine, name):
+        if is_basis_rotation(name):
+            return True
+        supported = original(engine, name)
+        if not supported:
+            check_optimizer_type(name)
+        return supported
+
+    @_wraps(cls, "_do_sanity_check")
+    def _do_sanity_check(original, engine):
+        if _uses_basis_rotation(engine):
+            from .optimizer import check_engine
+
+            if is_basis_rotation(engine.optimizer_name()):
+                check_optimizer_params(engine.optimizer_params())
+            check_engine(engine)
+        return original(engine)
+
+    @_wraps(cls, "_configure_basic_optimizer")
+    def _configure_basic_optimizer(original, engine, model_parameters):
+        if not is_basis_rotation(engine.optimizer_name()):
+            return original(engine, model_parameters)
+        from .optimizer import build
+
+        return build(engine, model_parameters, engine.optimizer_params() or {})
+
+
+def patch_pipeline_engine(module: ModuleType) -> None:
+    """Give `deepspeed.runtime.pipe.engine.PipelineEngine` the asynchronous schedule where its JSON selects it."""
+    cls = module.PipelineEngine
+
+    @_wraps(cls, "__init__")
+    def __init__(original, engine, *args, **kwargs):
+        options = pipeline_options((_config_dict(kwargs) or {}).get("pipeline"))
+        if options.asynchronous:
+            private_names.check(cls, private_names.PIPELINE_ENGINE, "PipelineEngine")
+            from .refusals import check_before_build
+
+            check_before_build(type(engine), kwargs)
+        original(engine, *args, **kwargs)
+        if options.asynchronous:
+            from .async_pipeline import AsyncPipeline
+
+            engine.async_pipeline = AsyncPipeline(engine, options)
+
+
+def _wraps(cls: type, name: str) -> Any:
+    """Replace method `name` of `cls` by the decorated function, which gets the original first."""
+
+    def decorate(function: Any) -> Any:
+        original = getattr(cls, name)
+
+        @functools.wraps(original)
+        def method(engine, *args, **kwargs):
+            return function(original, engine, *args, **kwargs)
+
+        setattr(cls, name, method)
+        return function
+
+    return decorate
+
+
+def _uses_basis_rotation(engine: Any) -> bool:
+    return is_basis_rotation(engine.optimizer_name()) or type(engine.client_optimizer).__name__ == OPTIMIZER_TYPE
+
+
+def _config_dict(kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    config_class = kwargs.get("config_class")
+    if config_class is None:
+        raise ConfigError("PipelineEngine was built without config_class: build it with deepspeed.initialize()")
+    return config_class._param_dict

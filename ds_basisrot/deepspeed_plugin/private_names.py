@@ -1,0 +1,25 @@
+"""Every private name of DeepSpeed that we touch, checked when we bind."""
+
+from typing import Any
+
+from .config import ConfigError
+
+ENGINE = ("_is_supported_optimizer", "_do_sanity_check", "_configure_basic_optimizer", "_take_model_step")
+PIPELINE_ENGINE = (
+    "_train_schedule", "_exec_schedule", "_aggregate_total_loss", "_exec_load_micro_batch", "_exec_forward_pass", "_exec_backward_pass",
+    "_exec_reduce_grads", "_exec_optimizer_step", "_reserve_pipe_buffers",
+)  # fmt: skip
+PIPELINE_MODULE = ("_layer_specs", "_grid")
+
+
+def check(owner: Any, names: tuple[str, ...], what: str) -> None:
+    """Refuse a DeepSpeed that lacks one of `names`.
+
+    Raises:
+        ConfigError: with the version and the missing names.
+    """
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        from deepspeed.git_version_info import version
+
+        raise ConfigError(f"DeepSpeed {version} has no {what}.{', '.join(missing)}: ds_basisrot is made for deepspeed 0.19.x")

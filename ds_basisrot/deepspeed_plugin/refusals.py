@@ -1,0 +1,50 @@
+"""What the asynchronous schedule refuses, before anything is built or trained."""
+
+from typing import Any
+
+from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
+
+from . import private_names
+from .config import ConfigError, check_async_setting, is_basis_rotation
+
+
+def check_before_build(engine_class: type, kwargs: dict[str, Any]) -> None:
+    """Check the arguments of PipelineEngine.
+
+    Raises:
+        ConfigError: naming the key or flag and what to do instead.
+    """
+    module, config = kwargs.get("model"), kwargs["config_class"]
+    if engine_class.__name__ == "DualPipeVEngine":
+        raise ConfigError("pipeline.schedule: async_1f1b does not go with DualPipeV; use PipelineModule, or remove the key")
+    private_names.check(module, private_names.PIPELINE_MODULE, "PipelineModule")
+    precision = "bf16" if config.bfloat16_config.enabled else "fp16" if config.float16_config.enabled else "fp32"
+    check_async_setting(int(config.zero_optimization_stage), precision)
+    _check_layers(module)
+    if module._grid.get_slice_parallel_world_size() > 1:
+        raise ConfigError("pipeline.schedule: async_1f1b does not go with tensor slicing in the topology yet; use pipe and data axes only")
+    if module.dynamic_shape:
+        raise ConfigError("pipeline.schedule: async_1f1b needs microbatches of one shape; build PipelineModule with dynamic_shape=False")
+    if module.get_additional_losses() is not None:
+        raise ConfigError("pipeline.schedule: async_1f1b does not carry get_additional_losses() yet; return None from it")
+    if kwargs.get("optimizer") is None and not config.optimizer_name:
+        raise ConfigError("optimizer: async_1f1b trains, so it needs an optimizer; add an optimizer block to the JSON")
+    if config.torch_autocast_enabled and precision == "fp32" and "float16" == str(config.torch_autocast_dtype).removeprefix("torch."):
+        raise ConfigError("torch_autocast.dtype: async_1f1b cannot share a loss scale between stages; use bfloat16")
+    if precision == "bf16" and is_basis_rotation(config.optimizer_name):
+        raise ConfigError("bf16.enabled: BasisRotation runs in fp32 under DeepSpeed for now; set it to false")
+
+
+def _check_layers(module: PipelineModule) -> None:
+    counts = [stop - start for start, stop in zip(module.parts, module.parts[1:])]
+    if 0 in counts:
+        raise ConfigError(
+            f"num_stages: stage {counts.index(0)} of {len(counts)} would hold no layer ({sum(counts)} layers in all); use fewer stages"
+        )
+    tied: dict[str, set[int]] = {}
+    for index, spec in enumerate(module._layer_specs):
+        if isinstance(spec, TiedLayerSpec):
+            tied.setdefault(spec.key, set()).add(module.stage_owner(index))
+    shared = [key for key, stages in tied.items() if len(stages) > 1]
+    if shared:
+        raise ConfigError(f"pipeline.schedule: async_1f1b cannot train layers tied across stages ({', '.join(shared)}) yet; untie them")

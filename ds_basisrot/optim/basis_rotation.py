@@ -1,0 +1,365 @@
+"""BasisRotation: Adam in a rotated basis for matrices and AdamW for every other parameter, as one torch optimizer."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import eigenbasis, refresh
+from .options import check_options, check_patterns
+from .routing import named_rotation
+
+logger = logging.getLogger("ds_basisrot")
+
+# State of a parameter. The moments of a rotated matrix are in the rotated basis, whence their other names.
+STEP, SCALE, FAILED_REFRESHES = "step", "gradient_scale", "failed_refreshes"
+MOMENTUM, SECOND_MOMENT = "exp_avg", "exp_avg_sq"
+ROTATED_MOMENTUM, ROTATED_SECOND_MOMENT = "rotated_exp_avg", "rotated_exp_avg_sq"
+LEFT_BASIS, RIGHT_BASIS = "left_basis", "right_basis"
+LEFT_COVARIANCE, RIGHT_COVARIANCE = "left_covariance", "right_covariance"
+
+# What a checkpoint restores in a group, as in every torch optimizer; all other options stay as configured.
+RESTORED_OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
+
+# Gradients whose largest element lies between these need no scaling: their squares and sums of squares are ordinary float32 numbers.
+SMALLEST_UNSCALED, LARGEST_UNSCALED, SMALLEST_SCALE = 2.0**-40, 2.0**40, 2.0**-120
+
+MAX_FAILED_REFRESHES = 3
+
+
+class BasisRotation(torch.optim.Optimizer):
+    """Adam in a basis aligned with the Hessian's eigenvectors (arXiv 2602.03515), for pipelines whose gradients are stale.
+
+    For a rotated weight W `[m, n]` with gradient G, momentum M' and second moment S in the basis U `[m, m]`, V `[n, n]`:
+
+        G' = U^T G V;  M' <- b1 M' + (1-b1) G';  S <- b2 S + (1-b2) G'^2
+        W <- (1 - lr wd) W - lr sqrt(1-b2^t) / (1-b1^t) U ( M' / (sqrt(S) + eps) ) V^T
+
+    The first basis holds the singular vectors of the first gradient; every `refresh_period` updates one power iteration and QR follow the
+    covariances (second order) or the momentum (first order). A stacked weight `[e, m, n]` is e matrices. Parameters that are not rotated
+    get AdamW with the same hyper-parameters. States are float32 whatever the parameters' dtype. An update with a gradient that is not
+    finite is skipped, counted in `skipped_updates` and logged. A parameter's all-zero gradients before its first real one are ignored.
+
+    Args:
+        params: parameters, named parameters, or groups, as for any torch optimizer; `ds_basisrot.param_groups(model)` routes a model's
+            parameters by module. A group's `rotate` is True, False, or a list of bools aligned with its parameters; without it every
+            parameter with two dimensions is rotated. A group may have its own value of every option.
+        lr: learning rate.
+        betas: decay rates of momentum and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, as in AdamW.
+        geometry: "bilateral" rotates both sides of a matrix, "unilateral" the smaller one.
+        source: "second_order" keeps covariances of the gradient, "first_order" lets the momentum stand in for them.
+        refresh_period: updates between two bases of a matrix.
+        refresh_allocation: how refreshes are shared among pipeline stages: "uniform".
+        stagger: spread the matrices' refreshes over the period, so that no update is slow; False refreshes all at once.
+        covariance_beta: decay of the covariances (default: betas[1]).
+        covariance_damping: added to a covariance's diagonal at a refresh, relative to its mean eigenvalue; keeps directions without a
+            gradient in place, whose images are rounding noise.
+        noise_floor: smallest root of a rotated second moment that is trusted, relative to their RMS over the matrix, so that coordinates
+            holding only rounding noise do not take full-size steps (default: by the gradients' precision).
+        max_dim: a side larger than this is left unrotated.
+        rotate: {"include": [...], "exclude": [...]}, shell-style patterns on parameter names that win over the groups' own routing.
+
+    Attributes:
+        skipped_updates: updates skipped for a gradient that was not finite.
+        gradient_dtype: precision the gradients were computed in, when it is not the dtype they arrive in (None: as they arrive).
+
+    Raises:
+        ValueError: an unknown or out-of-range option, or nothing to rotate.
+    """
+
+    def __init__(
+        self,
+        params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        geometry: str = "bilateral",
+        source: str = "second_order",
+        refresh_period: int = 10,
+        refresh_allocation: str = "uniform",
+        stagger: bool = True,
+        covariance_beta: float | None = None,
+        covariance_damping: float = 0.01,
+        noise_floor: float | None = None,
+        max_dim: int = 8192,
+        rotate: Mapping[str, list[str]] | None = None,
+    ):
+        check_patterns(rotate)
+        self._patterns = rotate or {}
+        self._plan: dict[Tensor, _Role] | None = None
+        self.skipped_updates = 0
+        self.gradient_dtype: torch.dtype | None = None
+        defaults = {
+            "lr": lr, "betas": tuple(betas) if isinstance(betas, list) else betas, "eps": eps, "weight_decay": weight_decay,
+            "geometry": geometry, "source": source, "refresh_period": refresh_period, "refresh_allocation": refresh_allocation,
+            "stagger": stagger, "covariance_beta": covariance_beta, "covariance_damping": covariance_damping, "noise_floor": noise_floor,
+            "max_dim": max_dim, "rotate": None,
+        }  # fmt: skip
+        check_options(defaults)
+        super().__init__(params, defaults)
+        if not any(any(group["rotate"]) or group["routed"] for group in self.param_groups):
+            raise ValueError(
+                "nothing would be rotated: no parameter has two dimensions; pass whole matrices (not flattened partitions of them) "
+                "or use AdamW"
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its `rotate` (see the class) becomes a tuple of bools aligned with its parameters."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        check_options(group)
+        group["routed"] = group["rotate"] is not None or bool(self._patterns)
+        group["rotate"] = named_rotation(group["params"], group.get("param_names"), group["rotate"], self._patterns)
+        self._plan = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """One update of every parameter that has a gradient; returns the closure's loss, if there is a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._plan is None:
+            self._plan = self._make_plan()
+        present = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None and p.numel() > 0]
+        largest = _largest_elements([p.grad for _, p in present])
+        if not all(map(math.isfinite, largest)):
+            self.skipped_updates += 1
+            bad = next(self._plan[p].name for (_, p), size in zip(present, largest) if not math.isfinite(size))
+            logger.warning("update skipped: the gradient of %s is not finite (%d skipped so far)", bad, self.skipped_updates)
+            return loss
+        for (group, p), size in zip(present, largest):
+            state = self.state.get(p)
+            if not state:
+                if size == 0.0:
+                    continue
+                state = self.state[p] = _new_state(p, group, self._plan[p], size)
+            self._update(p, group, state, size)
+        return loss
+
+    def _update(self, p: Tensor, group: dict, state: dict, size: float) -> None:
+        role, (beta1, beta2) = self._plan[p], group["betas"]
+        _rescale(state, size)
+        scale = state[SCALE]
+        gradient = p.grad.to(torch.float32) if scale == 1.0 else p.grad.to(torch.float32) / scale
+        state[STEP] += 1
+        if role.rotated:
+            self._update_bases(p, group, state, role, gradient)
+            gradient = _rotate(gradient, state)
+            momentum, second_moment = state[ROTATED_MOMENTUM], state[ROTATED_SECOND_MOMENT]
+        else:
+            momentum, second_moment = state[MOMENTUM], state[SECOND_MOMENT]
+        momentum.lerp_(gradient, 1 - beta1)
+        second_moment.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+
+        step_size = float(group["lr"]) / (1 - beta1 ** state[STEP])
+        correction = math.sqrt(1 - beta2 ** state[STEP])
+        eps = group["eps"] / scale
+        if role.rotated:
+            # The method adds eps to the root before its bias correction, AdamW after it.
+            denominator = torch.maximum(second_moment.sqrt().add_(eps), self._noise_floor(p, group, second_moment)).div_(correction)
+        else:
+            denominator = second_moment.sqrt().div_(correction).add_(eps)
+        update = momentum / denominator
+        if role.rotated:
+            update = _rotate_back(update, state)
+
+        weight = p if p.dtype == torch.float32 else p.to(torch.float32)
+        weight.mul_(1 - float(group["lr"]) * group["weight_decay"]).add_(update, alpha=-step_size)
+        if weight is not p:
+            p.copy_(weight)
+
+    def _noise_floor(self, p: Tensor, group: dict, second_moment: Tensor) -> Tensor:
+        """Smallest trusted root of a rotated second moment, `[..., 1, 1]`."""
+        relative = group["noise_floor"]
+        if relative is None:
+            relative = eigenbasis.default_noise_floor(self.gradient_dtype or p.grad.dtype)
+        return relative * second_moment.mean((-2, -1), keepdim=True).sqrt_()
+
+    def _update_bases(self, p: Tensor, group: dict, state: dict, role: "_Role", gradient: Tensor) -> None:
+        """Covariances of this gradient, and the cold start or a refresh when one is due; the moments follow the new basis."""
+        beta = group["betas"][1] if group["covariance_beta"] is None else group["covariance_beta"]
+        if LEFT_COVARIANCE in state:
+            state[LEFT_COVARIANCE].lerp_(gradient @ gradient.mT, 1 - beta)
+        if RIGHT_COVARIANCE in state:
+            state[RIGHT_COVARIANCE].lerp_(gradient.mT @ gradient, 1 - beta)
+        try:
+            if state[STEP] == 1:
+                bases = eigenbasis.cold_start(gradient, *role.sides, self.gradient_dtype or p.grad.dtype)
+                _set_bases(state, *bases)
+            elif refresh.is_due(state[STEP], group["refresh_period"], role.offset):
+                _refresh(state, group)
+            else:
+                return
+        except torch.linalg.LinAlgError as error:
+            state[FAILED_REFRESHES] += 1
+            logger.warning("basis of %s kept: %s (failure %d in a row)", role.name, error, state[FAILED_REFRESHES])
+            if state[FAILED_REFRESHES] >= MAX_FAILED_REFRESHES:
+                raise RuntimeError(
+                    f"the basis of {role.name} could not be refreshed {MAX_FAILED_REFRESHES} times in a row ({error}); "
+                    "lower the learning rate, raise covariance_damping, or leave the matrix out with rotate.exclude"
+                ) from error
+        else:
+            state[FAILED_REFRESHES] = 0
+
+    def _make_plan(self) -> dict[Tensor, "_Role"]:
+        """The role of every parameter: its name, its rotated sides, its place in the refresh period."""
+        plan = {}
+        for index, group in enumerate(self.param_groups):
+            names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
+            for p, name, rotated in zip(group["params"], names, group["rotate"]):
+                sides = eigenbasis.rotated_sides(p.shape, group["geometry"], group["max_dim"]) if rotated else (False, False)
+                plan[p] = _Role(f"{name} {list(p.shape)}", sides)
+        matrices = [(group, p) for group in self.param_groups for p in group["params"] if plan[p].rotated]
+        for index, (group, p) in enumerate(matrices):
+            plan[p].offset = refresh.offset(index, len(matrices), group["refresh_period"]) if group["stagger"] else 0
+        return plan
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state exactly, each tensor in the dtype it was saved in. The options of this run win, but for RESTORED_OPTIONS.
+
+        Raises:
+            ValueError: the state of a parameter is that of another routing, geometry, source or shape; nothing is loaded then.
+        """
+        current = [p for group in self.param_groups for p in group["params"]]
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        options = [{k: v for k, v in group.items() if k != "params" and k not in RESTORED_OPTIONS} for group in self.param_groups]
+        self._plan = self._make_plan()
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        exact = {}
+        for p, saved_id in zip(current, saved_ids):
+            saved = state_dict["state"].get(saved_id)
+            if saved:
+                _check_state(saved, _new_state(p, groups[p], self._plan[p], 1.0, meta=True), self._plan[p].name)
+                exact[p] = {k: v.detach().to(p.device, copy=True) if torch.is_tensor(v) else copy(v) for k, v in saved.items()}
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self.state.update(exact)
+        for group, kept in zip(self.param_groups, options):
+            group.update(kept)
+
+
+class _Role:
+    """What the optimizer does with one parameter: its printable name, its rotated sides (left, right), its refresh offset in updates."""
+
+    def __init__(self, name: str, sides: tuple[bool, bool]):
+        self.name, self.sides, self.offset = name, sides, 0
+
+    @property
+    def rotated(self) -> bool:
+        return any(self.sides)
+
+
+def _largest_elements(gradients: list[Tensor]) -> list[float]:
+    """The largest magnitude in each gradient (NaN where there is one): one read from the device for all of them."""
+    if not gradients:
+        return []
+    if any(g.is_sparse for g in gradients):
+        raise RuntimeError("BasisRotation does not take sparse gradients: use sparse=False in nn.Embedding")
+    norms = torch._foreach_norm(gradients, math.inf)
+    return torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).tolist()
+
+
+def _new_state(p: Tensor, group: dict, role: _Role, size: float, meta: bool = False) -> dict[str, Any]:
+    """Empty state of a parameter whose first gradient has the largest element `size`; with `meta`, its shapes alone."""
+    device = "meta" if meta else p.device
+    state: dict[str, Any] = {STEP: 0, SCALE: 1.0 if SMALLEST_UNSCALED <= size <= LARGEST_UNSCALED else _power_of_two(size)}
+    moments = (ROTATED_MOMENTUM, ROTATED_SECOND_MOMENT) if role.rotated else (MOMENTUM, SECOND_MOMENT)
+    for key in moments:
+        state[key] = torch.zeros(p.shape, dtype=torch.float32, device=device)
+    if not role.rotated:
+        return state
+    state[FAILED_REFRESHES] = 0
+    for rotated, side, basis, covariance in zip(
+        role.sides, p.shape[-2:], (LEFT_BASIS, RIGHT_BASIS), (LEFT_COVARIANCE, RIGHT_COVARIANCE)
+    ):
+        if rotated:
+            shape = (*p.shape[:-2], side, side)
+            state[basis] = torch.eye(side, device=device).expand(shape).clone()
+            if group["source"] == "second_order":
+                state[covariance] = torch.zeros(shape, device=device)
+    return state
+
+
+def _power_of_two(size: float) -> float:
+    return max(SMALLEST_SCALE, 2.0 ** math.floor(math.log2(size)))
+
+
+def _rescale(state: dict, size: float) -> None:
+    """States are in units of a power of two; take a larger one, exactly, when a gradient's squares would overflow in the present one."""
+    if size <= LARGEST_UNSCALED * state[SCALE]:
+        return
+    scale = _power_of_two(size)
+    ratio = state[SCALE] / scale
+    for key, power in ((MOMENTUM, 1), (ROTATED_MOMENTUM, 1), (SECOND_MOMENT, 2), (ROTATED_SECOND_MOMENT, 2), (LEFT_COVARIANCE, 2), (RIGHT_COVARIANCE, 2)):
+        if key in state:
+            state[key].mul_(ratio**power)
+    state[SCALE] = scale
+
+
+def _rotate(matrix: Tensor, state: dict) -> Tensor:
+    if LEFT_BASIS in state:
+        matrix = state[LEFT_BASIS].mT @ matrix
+    if RIGHT_BASIS in state:
+        matrix = matrix @ state[RIGHT_BASIS]
+    return matrix
+
+
+def _rotate_back(matrix: Tensor, state: dict) -> Tensor:
+    if LEFT_BASIS in state:
+        matrix = state[LEFT_BASIS] @ matrix
+    if RIGHT_BASIS in state:
+        matrix = matrix @ state[RIGHT_BASIS].mT
+    return matrix
+
+
+def _set_bases(state: dict, left: Tensor | None, right: Tensor | None) -> None:
+    for key, basis in ((LEFT_BASIS, left), (RIGHT_BASIS, right)):
+        if basis is not None:
+            if not basis.isfinite().all():
+                raise torch.linalg.LinAlgError("the decomposition is not finite")
+            state[key].copy_(basis)
+
+
+def _refresh(state: dict, group: dict) -> None:
+    """A new basis from the covariances or the momentum; the momentum is re-expressed in it, the second moment follows its columns."""
+    momentum = _rotate_back(state[ROTATED_MOMENTUM], state)
+    left, right = state.get(LEFT_BASIS), state.get(RIGHT_BASIS)
+    order_left = order_right = None
+    damping = group["covariance_damping"]
+    if group["source"] == "second_order":
+        if left is not None:
+            left, order_left = eigenbasis.power_step(state[LEFT_COVARIANCE], left, damping)
+        if right is not None:
+            right, order_right = eigenbasis.power_step(state[RIGHT_COVARIANCE], right, damping)
+    elif left is not None and right is not None:
+        left, right, order_left, order_right = eigenbasis.cross_power_step(momentum, left, right, damping)
+    elif left is not None:
+        left, order_left = eigenbasis.power_step_of_momentum(momentum, left, True, damping)
+    else:
+        right, order_right = eigenbasis.power_step_of_momentum(momentum, right, False, damping)
+
+    _set_bases(state, left, right)
+    second_moment = state[ROTATED_SECOND_MOMENT]
+    if order_left is not None:
+        second_moment.copy_(eigenbasis.gather_rows(second_moment, order_left))
+    if order_right is not None:
+        second_moment.copy_(eigenbasis.gather_columns(second_moment, order_right))
+    state[ROTATED_MOMENTUM].copy_(_rotate(momentum, state))
+
+
+def _check_state(saved: dict, expected: dict, name: str) -> None:
+    """Refuse a saved state that does not have the expected keys and shapes."""
+    if set(saved) != set(expected):
+        differing = ", ".join(sorted(set(saved) ^ set(expected)))
+        raise ValueError(f"the saved state of {name} is of another kind (differing: {differing}): resume with the optimizer, geometry, source, max_dim and rotate it was saved with")
+    for key, value in expected.items():
+        if torch.is_tensor(value) and saved[key].shape != value.shape:
+            raise ValueError(f"the saved {key} of {name} has shape {list(saved[key].shape)}, expected {list(value.shape)}: it is of another model")

@@ -1,0 +1,90 @@
+"""The options of BasisRotation: their legal ranges, and one-line errors that name the option and say what to do."""
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .eigenbasis import GEOMETRIES, SOURCES
+from .refresh import ALLOCATIONS
+
+
+def check_names(given: Iterable[str], valid: Iterable[str], where: str) -> None:
+    """Refuse a name that is not valid, with the closest valid one.
+
+    Raises:
+        ValueError: naming `where`, the unknown name, and the closest valid name or all of them.
+    """
+    valid = list(valid)
+    for name in given:
+        if name not in valid:
+            raise ValueError(f"{where}: unknown key {name!r}; {closest(name, valid)}")
+
+
+def closest(name: str, valid: list[str]) -> str:
+    """'did you mean ...?' with the closest valid name, or the list of valid names when none is close."""
+    match = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.6)
+    return f"did you mean {match[0]!r}?" if match else f"valid: {', '.join(valid)}"
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check the values of a parameter group's options.
+
+    Raises:
+        ValueError: with the option's name, its value and the legal values.
+    """
+    for name, (is_legal, legal) in LEGAL.items():
+        if name in options and not is_legal(options[name]):
+            hint = f"; {closest(options[name], list(CHOICES[name]))}" if name in CHOICES and isinstance(options[name], str) else ""
+            raise ValueError(f"{name}: must be {legal}, got {options[name]!r}{hint}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _at_least_zero(value: Any) -> bool:
+    return _is_number(value) and value >= 0
+
+
+def _is_decay(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < 1
+
+
+def _is_positive_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_lr(value: Any) -> bool:
+    return _at_least_zero(float(value)) if hasattr(value, "item") else _at_least_zero(value)
+
+
+def _is_patterns(value: Any) -> bool:
+    lists = value.values() if isinstance(value, Mapping) and set(value) <= {"include", "exclude"} else [None]
+    return all(isinstance(patterns, (list, tuple)) and all(isinstance(p, str) for p in patterns) for patterns in lists)
+
+
+CHOICES = {"geometry": GEOMETRIES, "source": SOURCES, "refresh_allocation": ALLOCATIONS}
+
+LEGAL = {
+    "lr": (_is_lr, "a number >= 0"),
+    "betas": (lambda v: isinstance(v, (list, tuple)) and len(v) == 2 and all(map(_is_decay, v)), "two numbers in [0, 1)"),
+    "eps": (_at_least_zero, "a number >= 0"),
+    "weight_decay": (_at_least_zero, "a number >= 0"),
+    "refresh_period": (_is_positive_int, "an integer >= 1 (updates)"),
+    "stagger": (lambda v: isinstance(v, bool), "true or false"),
+    "covariance_beta": (lambda v: v is None or _is_decay(v), "a number in [0, 1), or null for betas[1]"),
+    "covariance_damping": (_at_least_zero, "a number >= 0"),
+    "noise_floor": (lambda v: v is None or _at_least_zero(v), "a number >= 0, or null for the default"),
+    "max_dim": (_is_positive_int, "an integer >= 1"),
+    **{name: (lambda v, values=values: v in values, "one of " + ", ".join(values)) for name, values in CHOICES.items()},
+}
+
+def check_patterns(rotate: Any) -> None:
+    """Check the optimizer's `rotate` option: shell-style patterns on parameter names.
+
+    Raises:
+        ValueError: when it is not a mapping of the two pattern lists.
+    """
+    if rotate is not None and not _is_patterns(rotate):
+        raise ValueError(f'rotate: must be {{"include": [...], "exclude": [...]}} with patterns on parameter names, got {rotate!r}')

@@ -1,0 +1,1 @@
+"""Asynchronous pipelines as data: schedule, weight versions, simulator. Imports torch only."""

@@ -1,0 +1,109 @@
+"""Weight stashing: forward and backward of a microbatch see one version of a stage's weights, at one copy of the weights per update."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class _Snapshot:
+    """A copy of the weights after some number of updates, and how many microbatches in flight still need it."""
+
+    def __init__(self, tensors: list[Tensor]):
+        self.tensors, self.users = tensors, 0
+
+
+class WeightVersions:
+    """The versions of one stage's weights that microbatches in flight were forwarded with.
+
+    A forward runs on a snapshot of the newest weights, taken at the first forward after an update and shared by all forwards until the
+    next one; the backward runs on the same snapshot. Both swap the parameters' storage, nothing is copied per microbatch. The storage that
+    the optimizer updates is never moved, so wrappers that keep flat views of it work.
+
+    Args:
+        parameters: the parameters that the optimizer updates.
+        stashing: False forwards and back-propagates on the newest weights at the time of each: activations come from older weights.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], stashing: bool):
+        self._parameters = list(parameters)
+        self._stashing = stashing
+        self._newest: _Snapshot | None = None
+        self._in_flight: dict[int, _Snapshot] = {}
+        self._free: list[_Snapshot] = []
+
+    @property
+    def alive(self) -> int:
+        """Snapshots in use."""
+        return len({id(s) for s in [*self._in_flight.values(), self._newest] if s is not None})
+
+    @property
+    def stash_bytes(self) -> int:
+        """Memory of all snapshots, in use or kept for the next one, in bytes."""
+        size = sum(p.numel() * p.element_size() for p in self._parameters)
+        return size * (self.alive + len(self._free))
+
+    @contextmanager
+    def forward(self, microbatch: int) -> Iterator[None]:
+        """Run the forward of `microbatch` in here."""
+        if not self._stashing:
+            yield
+            return
+        if self._newest is None:
+            self._newest = self._take_snapshot()
+        self._newest.users += 1
+        self._in_flight[microbatch] = self._newest
+        with self._swapped(self._newest):
+            yield
+
+    @contextmanager
+    def backward(self, microbatch: int) -> Iterator[None]:
+        """Run the backward of `microbatch` in here; its version is given up afterwards."""
+        if not self._stashing:
+            yield
+            return
+        snapshot = self._in_flight.pop(microbatch)
+        with self._swapped(snapshot):
+            yield
+        snapshot.users -= 1
+        self._recycle(snapshot)
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Run the optimizer in here. Autograd's in-place check is told that microbatches in flight do not see the change, or want it."""
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters)):
+            yield
+        previous, self._newest = self._newest, None
+        if previous is not None:
+            self._recycle(previous)
+
+    def drop(self) -> None:
+        """Forget the microbatches in flight: their backwards will not run."""
+        for snapshot in {id(s): s for s in self._in_flight.values()}.values():
+            snapshot.users = 0
+            if snapshot is not self._newest:
+                self._free.append(snapshot)
+        self._in_flight.clear()
+
+    @torch.no_grad()
+    def _take_snapshot(self) -> _Snapshot:
+        live = [p.data for p in self._parameters]
+        snapshot = self._free.pop() if self._free else _Snapshot([torch.empty_like(t) for t in live])
+        torch._foreach_copy_(snapshot.tensors, live)
+        return snapshot
+
+    def _recycle(self, snapshot: _Snapshot) -> None:
+        if snapshot.users == 0 and snapshot is not self._newest:
+            self._free.append(snapshot)
+
+    @contextmanager
+    def _swapped(self, snapshot: _Snapshot) -> Iterator[None]:
+        live = [p.data for p in self._parameters]
+        for p, tensor in zip(self._parameters, snapshot.tensors):
+            p.data = tensor
+        try:
+            yield
+        finally:
+            for p, tensor in zip(self._parameters, live):
+                p.data = tensor

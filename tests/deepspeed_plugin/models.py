@@ -1,0 +1,54 @@
+"""The small model and data that the engine and the simulator train alike."""
+
+import torch
+from torch import nn
+
+WIDTH = 12
+BATCH = 4
+
+
+class Block(nn.Module):
+    """A residual layer with a non-square pair of matrices, seeded by its place in the model."""
+
+    def __init__(self, index, dropout=0.0):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(100 + index)
+            self.norm = nn.LayerNorm(WIDTH)
+            self.up = nn.Linear(WIDTH, 2 * WIDTH)
+            self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+def blocks(stages, dropout=0.0):
+    """All layers of a model with two blocks a stage."""
+    return [Block(index, dropout) for index in range(2 * stages)]
+
+
+def microbatch(index, replica=0):
+    """Microbatch `index` of a replica: a pure function of both."""
+    generator = torch.Generator().manual_seed(1000 * index + replica)
+    x = torch.randn(BATCH, WIDTH, generator=generator)
+    return x, x.sin() * 0.5
+
+
+def stream(replica=0, start=0):
+    """Endless microbatches from `start` on."""
+    index = start
+    while True:
+        yield microbatch(index, replica)
+        index += 1
+
+
+OPTIMIZERS = {
+    "AdamW": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}},
+    "NAdam": {
+        "type": "NAdam",
+        "params": {"lr": 1e-2, "betas": [0.99, 0.999], "momentum_decay": 0.004, "decoupled_weight_decay": True},
+    },
+    "BasisRotation": {"type": "BasisRotation", "params": {"lr": 1e-2, "weight_decay": 0.01, "refresh_period": 3}},
+    "SGD": {"type": "SGD", "params": {"lr": 1e-1}},
+}

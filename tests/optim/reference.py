@@ -1,0 +1,90 @@
+"""The slow, obvious twin of BasisRotation for one matrix: float64, no batching, momentum kept unrotated."""
+
+import math
+
+import torch
+
+
+class ReferenceMatrix:
+    """Adam in a rotated basis for one weight `[m, n]`; plain Adam when `rotated` is False. Follows the update rule line by line."""
+
+    def __init__(self, weight, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, geometry="bilateral", source="second_order",
+                 refresh_period=10, refresh_offset=0, covariance_beta=None, rotated=True, noise_floor=0.0):
+        self.w = weight.detach().double().clone()
+        self.lr, (self.b1, self.b2), self.eps, self.wd = lr, betas, eps, weight_decay
+        self.geometry, self.source, self.period, self.offset = geometry, source, refresh_period, refresh_offset
+        self.bc = self.b2 if covariance_beta is None else covariance_beta
+        self.noise_floor = noise_floor
+        m, n = weight.shape if weight.ndim == 2 else (0, 0)
+        self.left = rotated and (geometry == "bilateral" or m < n)
+        self.right = rotated and (geometry == "bilateral" or m >= n)
+        self.rotated = self.left or self.right
+        self.t, self.refreshes = 0, 0
+        self.M, self.S = torch.zeros_like(self.w), torch.zeros_like(self.w)
+        self.L, self.R, self.U, self.V = 0.0, 0.0, None, None
+
+    def step(self, grad):
+        g = grad.detach().double()
+        self.t += 1
+        if self.rotated and self.source == "second_order":
+            self.L = self.bc * self.L + (1 - self.bc) * g @ g.T
+            self.R = self.bc * self.R + (1 - self.bc) * g.T @ g
+        if self.rotated and self.t == 1:
+            u, _, vt = torch.linalg.svd(g, full_matrices=True)
+            self.U, self.V = u, vt.T
+        elif self.rotated and (self.t + self.offset) % self.period == 0:
+            self._refresh()
+            self.refreshes += 1
+        self.M = self.b1 * self.M + (1 - self.b1) * g
+        g_rot, m_rot = self._rotate(g), self._rotate(self.M)
+        self.S = self.b2 * self.S + (1 - self.b2) * g_rot**2
+        if self.rotated:
+            denominator = (self.S.sqrt() + self.eps).clamp_min(self.noise_floor * self.S.mean().sqrt())
+            update = math.sqrt(1 - self.b2**self.t) / (1 - self.b1**self.t) * m_rot / denominator
+        else:
+            update = m_rot / (1 - self.b1**self.t) / ((self.S / (1 - self.b2**self.t)).sqrt() + self.eps)
+        if self.left:
+            update = self.U @ update
+        if self.right:
+            update = update @ self.V.T
+        self.w = (1 - self.lr * self.wd) * self.w - self.lr * update
+        return self.w
+
+    def _rotate(self, x):
+        if self.left:
+            x = self.U.T @ x
+        if self.right:
+            x = x @ self.V
+        return x
+
+    def _refresh(self):
+        if self.source == "first_order" and self.geometry == "bilateral":
+            old_u, old_v, paired = self.U, self.V, min(self.M.shape)
+            order = by_descending((self.M @ old_v[:, :paired]).norm(dim=0))
+            image = torch.cat([self.M @ old_v[:, order], old_u[:, paired:]], dim=1)
+            self.U, self.S = orthonormal(image), self.S[torch.cat([order, torch.arange(paired, len(self.U))])]
+            order = by_descending((self.M.T @ old_u[:, :paired]).norm(dim=0))
+            image = torch.cat([self.M.T @ old_u[:, order], old_v[:, paired:]], dim=1)
+            self.V, self.S = orthonormal(image), self.S[:, torch.cat([order, torch.arange(paired, len(self.V))])]
+            return
+        left, right = (self.L, self.R) if self.source == "second_order" else (self.M @ self.M.T, self.M.T @ self.M)
+        if self.left:
+            order = by_descending((self.U.T @ left @ self.U).diagonal())
+            self.U, self.S = orthonormal(left @ self.U[:, order]), self.S[order]
+        if self.right:
+            order = by_descending((self.V.T @ right @ self.V).diagonal())
+            self.V, self.S = orthonormal(right @ self.V[:, order]), self.S[:, order]
+
+
+def by_descending(scores):
+    return torch.argsort(scores, descending=True, stable=True)
+
+
+def orthonormal(columns):
+    """Gram-Schmidt, twice for accuracy: the textbook form of what QR computes."""
+    q = columns.clone()
+    for _ in range(2):
+        for j in range(q.shape[1]):
+            q[:, j] -= q[:, :j] @ (q[:, :j].T @ q[:, j])
+            q[:, j] /= q[:, j].norm()
+    return q
