@@ -1,5 +1,6 @@
 """Runs the no-flush schedule on a DeepSpeed PipelineEngine: one small loop over actions, DeepSpeed's own forward, backward and step."""
 
+import inspect
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from ..pipeline.weight_versions import WeightVersions
 from . import agreement, checkpoint
 from .config import PipelineOptions, describe_async
 from .log import log
-from .norms import clip_by_stage
+from .norms import keep_norms_within_stage
 from .transport import PairGroups, Payload, Transport, as_tuple
 
 # Fields that travel back with every gradient message.
@@ -37,7 +38,7 @@ class AsyncPipeline:
         self.engine, self.options = engine, options
         self.stage, self.stages = engine.stage_id, engine.num_stages
         self.staleness = staleness(self.stage, self.stages)
-        agreement.agree({"ds_basisrot version": __version__, "torch version": torch.__version__, "ds_config": _comparable(engine)})
+        agreement.agree(agreement.common_facts(engine._config._param_dict))
         trainable = [p for p in engine.module.parameters() if p.requires_grad]
         self.versions = WeightVersions(trainable, stashing=options.weight_stashing and self.staleness > 0)
         self.transport = Transport(PairGroups(engine.grid.pipe_groups), self.staleness, engine.device, FIELDS)
@@ -73,12 +74,19 @@ class AsyncPipeline:
         engine = self.engine
         self._original = {
             name: getattr(engine, name)
-            for name in ("_exec_schedule", "eval_batch", "save_checkpoint", "load_checkpoint", "set_train_batch_size", "reset_activation_shape")
+            for name in (
+                "_exec_schedule",
+                "eval_batch",
+                "save_checkpoint",
+                "load_checkpoint",
+                "set_train_batch_size",
+                "reset_activation_shape",
+            )
         }
         engine._train_schedule = lambda: self._next_call()
         engine._exec_schedule = self._execute
         engine._aggregate_total_loss = self._mean_loss
-        engine.clip_fp32_gradients = lambda: clip_by_stage(engine)
+        keep_norms_within_stage(engine)
         engine.eval_batch = self._eval_batch
         engine.save_checkpoint = self._save_checkpoint
         engine.load_checkpoint = self._load_checkpoint
@@ -127,11 +135,12 @@ class AsyncPipeline:
         checkpoint.save(self.engine, save_dir, tag, self.trained)
         return self._original["save_checkpoint"](save_dir, tag, *args, **kwargs)
 
-    def _load_checkpoint(self, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         self.drain()
         self._kept.clear()
-        path, client_state = self._original["load_checkpoint"](load_dir, tag, *args, **kwargs)
-        if path is not None and not kwargs.get("load_module_only", False):
+        load = self._original["load_checkpoint"]
+        path, client_state = load(*args, **kwargs)
+        if path is not None and not inspect.signature(load).bind(*args, **kwargs).arguments.get("load_module_only", False):
             self.trained = checkpoint.load(self.engine, path)
         return path, client_state
 
@@ -182,8 +191,8 @@ class AsyncPipeline:
                 engine._exec_load_micro_batch(0)
             except StopIteration:
                 raise RuntimeError(
-                    f"the data iterator ended at microbatch {microbatch}: async_1f1b reads {self.staleness} microbatches ahead on the first "
-                    "stage; wrap the loader in deepspeed.utils.RepeatingLoader or stop training earlier"
+                    f"the data iterator ended at microbatch {microbatch}: async_1f1b reads {self.staleness} microbatches ahead on the "
+                    "first stage; wrap the loader in deepspeed.utils.RepeatingLoader or stop training earlier"
                 ) from None
             if engine.is_first_stage() and microbatch not in self._inputs:
                 self._inputs[microbatch] = buffers["inputs"][0]
@@ -228,7 +237,9 @@ class AsyncPipeline:
         if not (engine.is_first_stage() or engine.is_last_stage()):
             return
         if engine.data_iterator is None:
-            raise RuntimeError("train_batch(): no data iterator; pass data_iter on the first and last stage, or training_data to initialize()")
+            raise RuntimeError(
+                "train_batch(): no data iterator; pass data_iter on the first and last stage, or training_data to initialize()"
+            )
         if engine.data_iterator is not self._iterator:
             if self._inputs or self._kept:
                 raise RuntimeError(
@@ -242,8 +253,3 @@ def _fresh(inputs: Payload) -> Payload:
     """The same inputs as leaves without gradients of an earlier forward."""
     fresh = tuple(t.detach().requires_grad_(t.requires_grad) for t in as_tuple(inputs))
     return fresh if isinstance(inputs, tuple) else fresh[0]
-
-
-def _comparable(engine: Any) -> dict[str, Any]:
-    """The configuration that all ranks must share."""
-    return {key: value for key, value in engine._config._param_dict.items() if key in ("optimizer", "pipeline", "gradient_clipping", "bf16")}

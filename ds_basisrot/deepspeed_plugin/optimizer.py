@@ -47,9 +47,11 @@ def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) 
     optimizer = BasisRotation([routed(g) for g in ([{"params": loose}] if loose else []) + [g for g in groups if g]], **params)
 
     rotated = sum(sum(group["rotate"]) for group in optimizer.param_groups)
-    total = agreement.agree({}, {"rotated": rotated, "parameters": len(names)})
+    total = agreement.agree(agreement.common_facts(engine._config._param_dict), {"rotated": rotated})
     if total["rotated"] == 0:
-        raise ConfigError(f"optimizer.params.rotate: nothing would be rotated ({describe(routes)}); include matrices by pattern, or use AdamW")
+        raise ConfigError(
+            f"optimizer.params.rotate: nothing would be rotated ({describe(routes)}); include matrices by pattern, or use AdamW"
+        )
     _log(engine, routes)
     return optimizer
 

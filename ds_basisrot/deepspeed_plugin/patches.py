@@ -1,18 +1,12 @@
-"""What we change in DeepSpeed, in place, once its engine modules are imported: thin wrappers that do nothing unless the JSON asks for us."""
+"""What we change in DeepSpeed, in place, after its engine modules were imported: wrappers that do nothing unless the JSON asks."""
 
 import functools
+import inspect
 from types import ModuleType
 from typing import Any
 
 from . import private_names
-from .config import (
-    OPTIMIZER_TYPE,
-    ConfigError,
-    check_optimizer_params,
-    check_optimizer_type,
-    is_basis_rotation,
-    pipeline_options,
-)
+from .config import OPTIMIZER_TYPE, check_optimizer_params, check_optimizer_type, is_basis_rotation, pipeline_options
 
 
 def patch_engine(module: ModuleType) -> None:
@@ -54,12 +48,14 @@ def patch_pipeline_engine(module: ModuleType) -> None:
 
     @_wraps(cls, "__init__")
     def __init__(original, engine, *args, **kwargs):
-        options = pipeline_options((_config_dict(kwargs) or {}).get("pipeline"))
+        arguments = _engine_arguments(module.DeepSpeedEngine, args, kwargs)
+        config = arguments.get("config_class")
+        options = pipeline_options(config._param_dict.get("pipeline") if config is not None else None)
         if options.asynchronous:
             private_names.check(cls, private_names.PIPELINE_ENGINE, "PipelineEngine")
             from .refusals import check_before_build
 
-            check_before_build(type(engine), kwargs)
+            check_before_build(type(engine), arguments)
         original(engine, *args, **kwargs)
         if options.asynchronous:
             from .async_pipeline import AsyncPipeline
@@ -87,8 +83,7 @@ def _uses_basis_rotation(engine: Any) -> bool:
     return is_basis_rotation(engine.optimizer_name()) or type(engine.client_optimizer).__name__ == OPTIMIZER_TYPE
 
 
-def _config_dict(kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    config_class = kwargs.get("config_class")
-    if config_class is None:
-        raise ConfigError("PipelineEngine was built without config_class: build it with deepspeed.initialize()")
-    return config_class._param_dict
+def _engine_arguments(engine_class: type, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of DeepSpeedEngine by name, out of those of PipelineEngine(has_bool_tensors, *args, **kwargs)."""
+    rest = {name: value for name, value in kwargs.items() if name != "has_bool_tensors"}
+    return inspect.signature(engine_class.__init__).bind_partial(None, *args[1:], **rest).arguments

@@ -8,13 +8,13 @@ from . import private_names
 from .config import ConfigError, check_async_setting, is_basis_rotation
 
 
-def check_before_build(engine_class: type, kwargs: dict[str, Any]) -> None:
-    """Check the arguments of PipelineEngine.
+def check_before_build(engine_class: type, arguments: dict[str, Any]) -> None:
+    """Check the arguments that PipelineEngine is built with, by name.
 
     Raises:
         ConfigError: naming the key or flag and what to do instead.
     """
-    module, config = kwargs.get("model"), kwargs["config_class"]
+    module, config = arguments["model"], arguments["config_class"]
     if engine_class.__name__ == "DualPipeVEngine":
         raise ConfigError("pipeline.schedule: async_1f1b does not go with DualPipeV; use PipelineModule, or remove the key")
     private_names.check(module, private_names.PIPELINE_MODULE, "PipelineModule")
@@ -27,7 +27,7 @@ def check_before_build(engine_class: type, kwargs: dict[str, Any]) -> None:
         raise ConfigError("pipeline.schedule: async_1f1b needs microbatches of one shape; build PipelineModule with dynamic_shape=False")
     if module.get_additional_losses() is not None:
         raise ConfigError("pipeline.schedule: async_1f1b does not carry get_additional_losses() yet; return None from it")
-    if kwargs.get("optimizer") is None and not config.optimizer_name:
+    if arguments.get("optimizer") is None and not config.optimizer_name:
         raise ConfigError("optimizer: async_1f1b trains, so it needs an optimizer; add an optimizer block to the JSON")
     if config.torch_autocast_enabled and precision == "fp32" and "float16" == str(config.torch_autocast_dtype).removeprefix("torch."):
         raise ConfigError("torch_autocast.dtype: async_1f1b cannot share a loss scale between stages; use bfloat16")

@@ -1,4 +1,4 @@
-"""Messages between neighbouring stages: receives posted ahead, sends that never block, one process group for each direction of each pair."""
+"""Messages between neighbouring stages: receives posted ahead, sends that never block, a process group for each direction of each pair."""
 
 from collections import deque
 from typing import Any

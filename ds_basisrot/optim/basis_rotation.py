@@ -277,9 +277,7 @@ def _new_state(p: Tensor, group: dict, role: _Role, size: float, meta: bool = Fa
     if not role.rotated:
         return state
     state[FAILED_REFRESHES] = 0
-    for rotated, side, basis, covariance in zip(
-        role.sides, p.shape[-2:], (LEFT_BASIS, RIGHT_BASIS), (LEFT_COVARIANCE, RIGHT_COVARIANCE)
-    ):
+    for rotated, side, basis, covariance in zip(role.sides, p.shape[-2:], (LEFT_BASIS, RIGHT_BASIS), (LEFT_COVARIANCE, RIGHT_COVARIANCE)):
         if rotated:
             shape = (*p.shape[:-2], side, side)
             state[basis] = torch.eye(side, device=device).expand(shape).clone()
@@ -298,7 +296,14 @@ def _rescale(state: dict, size: float) -> None:
         return
     scale = _power_of_two(size)
     ratio = state[SCALE] / scale
-    for key, power in ((MOMENTUM, 1), (ROTATED_MOMENTUM, 1), (SECOND_MOMENT, 2), (ROTATED_SECOND_MOMENT, 2), (LEFT_COVARIANCE, 2), (RIGHT_COVARIANCE, 2)):
+    for key, power in (
+        (MOMENTUM, 1),
+        (ROTATED_MOMENTUM, 1),
+        (SECOND_MOMENT, 2),
+        (ROTATED_SECOND_MOMENT, 2),
+        (LEFT_COVARIANCE, 2),
+        (RIGHT_COVARIANCE, 2),
+    ):
         if key in state:
             state[key].mul_(ratio**power)
     state[SCALE] = scale
@@ -359,7 +364,12 @@ def _check_state(saved: dict, expected: dict, name: str) -> None:
     """Refuse a saved state that does not have the expected keys and shapes."""
     if set(saved) != set(expected):
         differing = ", ".join(sorted(set(saved) ^ set(expected)))
-        raise ValueError(f"the saved state of {name} is of another kind (differing: {differing}): resume with the optimizer, geometry, source, max_dim and rotate it was saved with")
+        raise ValueError(
+            f"the saved state of {name} is of another kind (differing: {differing}): "
+            "resume with the optimizer, geometry, source, max_dim and rotate it was saved with"
+        )
     for key, value in expected.items():
         if torch.is_tensor(value) and saved[key].shape != value.shape:
-            raise ValueError(f"the saved {key} of {name} has shape {list(saved[key].shape)}, expected {list(value.shape)}: it is of another model")
+            raise ValueError(
+                f"the saved {key} of {name} has shape {list(saved[key].shape)}, expected {list(value.shape)}: it is of another model"
+            )

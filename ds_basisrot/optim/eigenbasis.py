@@ -32,7 +32,9 @@ def default_noise_floor(gradient_dtype: torch.dtype) -> float:
     return NOISE_FLOORS.get(gradient_dtype, NOISE_FLOORS[torch.float32])
 
 
-def cold_start(gradient: Tensor, left: bool, right: bool, gradient_dtype: torch.dtype = torch.float32) -> tuple[Tensor | None, Tensor | None]:
+def cold_start(
+    gradient: Tensor, left: bool, right: bool, gradient_dtype: torch.dtype = torch.float32
+) -> tuple[Tensor | None, Tensor | None]:
     """First basis: the singular vectors of the first gradient `[..., m, n]`, which diagonalise G G^T and G^T G alike.
 
     Computed in float64. Directions that hold only rounding noise of `gradient_dtype` are replaced by a completion that depends on the
@@ -60,7 +62,7 @@ def cold_start(gradient: Tensor, left: bool, right: bool, gradient_dtype: torch.
 
 
 def _complete(basis: Tensor, rank: int) -> Tensor:
-    """Replace columns `rank:` of an orthogonal `[k, k]` by a frame fixed by their span: a constant random frame, projected, orthonormalised."""
+    """Replace columns `rank:` of an orthogonal `[k, k]` by a frame fixed by their span: a constant random one, projected on it."""
     side = basis.shape[-1]
     if rank >= side:
         return basis

@@ -80,6 +80,7 @@ LEGAL = {
     **{name: (lambda v, values=values: v in values, "one of " + ", ".join(values)) for name, values in CHOICES.items()},
 }
 
+
 def check_patterns(rotate: Any) -> None:
     """Check the optimizer's `rotate` option: shell-style patterns on parameter names.
 

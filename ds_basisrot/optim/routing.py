@@ -136,14 +136,17 @@ def param_groups(model: nn.Module, *, rotate: Mapping[str, Sequence[str]] | None
         ValueError: nothing would be rotated.
     """
     routes, parameters = route(model, rotate, holds_output=holds_output), dict(model.named_parameters())
-    groups = [{"params": [(name, parameters[name]) for name in routes if routes[name].rotate is flag], "rotate": flag} for flag in (True, False)]
+    groups = [
+        {"params": [(name, parameters[name]) for name in routes if routes[name].rotate is flag], "rotate": flag} for flag in (True, False)
+    ]
     if not groups[0]["params"]:
         raise ValueError(f"nothing would be rotated: {describe(routes)}; name matrices with rotate.include, or use AdamW")
     return [group for group in groups if group["params"]]
 
 
-def named_rotation(parameters: Sequence[Tensor], names: Sequence[str] | None, rotate: bool | Sequence[bool] | None,
-                   patterns: Mapping[str, Sequence[str]]) -> tuple[bool, ...]:
+def named_rotation(
+    parameters: Sequence[Tensor], names: Sequence[str] | None, rotate: bool | Sequence[bool] | None, patterns: Mapping[str, Sequence[str]]
+) -> tuple[bool, ...]:
     """Rotation flags of a parameter group: its `rotate` (None: every parameter with two dimensions), then the patterns on names.
 
     Raises:
@@ -159,7 +162,9 @@ def named_rotation(parameters: Sequence[Tensor], names: Sequence[str] | None, ro
         raise ValueError(f"rotate of a parameter group: must be true, false or a list of {len(parameters)} of them, got {rotate!r}")
     if patterns:
         if names is None:
-            raise ValueError("rotate: include and exclude patterns need names: pass model.named_parameters() or ds_basisrot.param_groups(model)")
+            raise ValueError(
+                "rotate: include and exclude patterns need names: pass model.named_parameters() or ds_basisrot.param_groups(model)"
+            )
         routes = [_by_pattern(name, p, patterns) for name, p in zip(names, parameters)]
         flags = [flag if pattern is None else pattern.rotate for flag, pattern in zip(flags, routes)]
     for index, (p, flag) in enumerate(zip(parameters, flags)):

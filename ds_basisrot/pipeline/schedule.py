@@ -125,7 +125,9 @@ class AsyncSchedule:
             updates = action.kind is Kind.BACKWARD and action.microbatch in last_of_update
             rows[stage][slot] = f"{action}{'*' if updates else ''}"
         width = 2 + max(len(cell) for row in rows for cell in row.values())
-        lines = [f"stage {stage:<3d}|" + "".join(f"{row.get(t, '.'):>{width}}" for t in range(max(row) + 1)) for stage, row in enumerate(rows)]
+        lines = [
+            f"stage {stage:<3d}|" + "".join(f"{row.get(t, '.'):>{width}}" for t in range(max(row) + 1)) for stage, row in enumerate(rows)
+        ]
         return "\n".join([*lines, "F forward, B backward, * update after this backward, . idle"])
 
 

@@ -12,9 +12,9 @@ from .schedule import forward_version, staleness
 class PipelineSimulator:
     """Trains a pipeline as the asynchronous schedule does, from the version rule alone.
 
-    Microbatch m is forwarded at stage k with the weights after floor(max(cut, m - tau_k) / accumulation) updates, tau_k = P - 1 - k, and its
-    gradient goes into update floor(m / accumulation). Whole weights of past versions are kept and put into the modules; nothing is shared
-    with the engine's own way of stashing.
+    Microbatch m is forwarded at stage k with the weights after floor(max(cut, m - tau_k) / accumulation) updates, tau_k = P - 1 - k, and
+    its gradient goes into update floor(m / accumulation). Whole weights of past versions are kept and put into the modules; nothing is
+    shared with the engine's own way of stashing.
 
     Args:
         stages: one module per stage; the output of one is the input of the next.

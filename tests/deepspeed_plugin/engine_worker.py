@@ -31,7 +31,10 @@ def ds_config(case):
         "pipeline": {"schedule": case["schedule"], "weight_stashing": case["stashing"]},
     }
     if case["scheduler"]:
-        config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 8, "warmup_type": "linear"}}
+        config["scheduler"] = {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 8, "warmup_type": "linear"},
+        }
     if case["bf16"]:
         config["bf16"] = {"enabled": True}
     return config
@@ -45,7 +48,9 @@ def run(case, out):
         blocks(stages, case["dropout"]), num_stages=stages, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform",
         activation_checkpoint_interval=case["checkpoint_activations"],
     )  # fmt: skip
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=ds_config(case))
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=ds_config(case)
+    )
     replica = engine.grid.get_data_parallel_id()
     folder = os.path.join(out, case["name"])
     os.makedirs(folder, exist_ok=True)

@@ -8,13 +8,28 @@ import torch
 class ReferenceMatrix:
     """Adam in a rotated basis for one weight `[m, n]`; plain Adam when `rotated` is False. Follows the update rule line by line."""
 
-    def __init__(self, weight, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, geometry="bilateral", source="second_order",
-                 refresh_period=10, refresh_offset=0, covariance_beta=None, rotated=True, noise_floor=0.0):
+    def __init__(
+        self,
+        weight,
+        *,
+        lr,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.0,
+        geometry="bilateral",
+        source="second_order",
+        refresh_period=10,
+        refresh_offset=0,
+        covariance_beta=None,
+        rotated=True,
+        noise_floor=0.0,
+        covariance_damping=0.0,
+    ):
         self.w = weight.detach().double().clone()
         self.lr, (self.b1, self.b2), self.eps, self.wd = lr, betas, eps, weight_decay
         self.geometry, self.source, self.period, self.offset = geometry, source, refresh_period, refresh_offset
         self.bc = self.b2 if covariance_beta is None else covariance_beta
-        self.noise_floor = noise_floor
+        self.noise_floor, self.damping = noise_floor, covariance_damping
         m, n = weight.shape if weight.ndim == 2 else (0, 0)
         self.left = rotated and (geometry == "bilateral" or m < n)
         self.right = rotated and (geometry == "bilateral" or m >= n)
@@ -30,8 +45,9 @@ class ReferenceMatrix:
             self.L = self.bc * self.L + (1 - self.bc) * g @ g.T
             self.R = self.bc * self.R + (1 - self.bc) * g.T @ g
         if self.rotated and self.t == 1:
-            u, _, vt = torch.linalg.svd(g, full_matrices=True)
-            self.U, self.V = u, vt.T
+            u, singular_values, vt = torch.linalg.svd(g, full_matrices=True)
+            rank = int((singular_values > 3e-6 * singular_values[0]).sum())
+            self.U, self.V = complete(u[:, :rank]), complete(vt.T[:, :rank])
         elif self.rotated and (self.t + self.offset) % self.period == 0:
             self._refresh()
             self.refreshes += 1
@@ -60,27 +76,38 @@ class ReferenceMatrix:
     def _refresh(self):
         if self.source == "first_order" and self.geometry == "bilateral":
             old_u, old_v, paired = self.U, self.V, min(self.M.shape)
-            order = by_descending((self.M @ old_v[:, :paired]).norm(dim=0))
-            image = torch.cat([self.M @ old_v[:, order], old_u[:, paired:]], dim=1)
-            self.U, self.S = orthonormal(image), self.S[torch.cat([order, torch.arange(paired, len(self.U))])]
-            order = by_descending((self.M.T @ old_u[:, :paired]).norm(dim=0))
-            image = torch.cat([self.M.T @ old_u[:, order], old_v[:, paired:]], dim=1)
-            self.V, self.S = orthonormal(image), self.S[:, torch.cat([order, torch.arange(paired, len(self.V))])]
+            shift = math.sqrt(self.damping) * self.M.norm() / math.sqrt(paired)
+            self.U, order = self._cross((self.M @ old_v)[:, :paired], old_u, shift)
+            self.S = self.S[order]
+            self.V, order = self._cross((self.M.T @ old_u)[:, :paired], old_v, shift)
+            self.S = self.S[:, order]
             return
         left, right = (self.L, self.R) if self.source == "second_order" else (self.M @ self.M.T, self.M.T @ self.M)
         if self.left:
-            order = by_descending((self.U.T @ left @ self.U).diagonal())
-            self.U, self.S = orthonormal(left @ self.U[:, order]), self.S[order]
+            self.U, order = self._power_step(left, self.U)
+            self.S = self.S[order]
         if self.right:
-            order = by_descending((self.V.T @ right @ self.V).diagonal())
-            self.V, self.S = orthonormal(right @ self.V[:, order]), self.S[:, order]
+            self.V, order = self._power_step(right, self.V)
+            self.S = self.S[:, order]
+
+    def _power_step(self, covariance, basis):
+        order = by_descending((basis.T @ covariance @ basis).diagonal())
+        damped = covariance + self.damping * covariance.diagonal().mean() * torch.eye(len(covariance), dtype=torch.float64)
+        return gram_schmidt(damped @ basis[:, order]), order
+
+    @staticmethod
+    def _cross(image, old, shift):
+        paired = image.shape[1]
+        order = by_descending(image.norm(dim=0))
+        columns = torch.cat([image[:, order] + shift * old[:, order], old[:, paired:]], dim=1)
+        return gram_schmidt(columns), torch.cat([order, torch.arange(paired, len(old))])
 
 
 def by_descending(scores):
     return torch.argsort(scores, descending=True, stable=True)
 
 
-def orthonormal(columns):
+def gram_schmidt(columns):
     """Gram-Schmidt, twice for accuracy: the textbook form of what QR computes."""
     q = columns.clone()
     for _ in range(2):
@@ -88,3 +115,10 @@ def orthonormal(columns):
             q[:, j] -= q[:, :j] @ (q[:, :j].T @ q[:, j])
             q[:, j] /= q[:, j].norm()
     return q
+
+
+def complete(columns):
+    """`[k, rank]` orthonormal columns and, after them, a fixed random frame projected on what they leave out: `[k, k]`."""
+    side, rank = columns.shape
+    frame = torch.randn(side, side - rank, generator=torch.Generator().manual_seed(side), dtype=torch.float64)
+    return torch.cat([columns, gram_schmidt(frame - columns @ (columns.T @ frame))], dim=1)

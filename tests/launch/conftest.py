@@ -1,0 +1,7 @@
+"""Puts the folder of the launch scripts, which is no package, on the import path."""
+
+import sys
+from pathlib import Path
+
+LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+sys.path.insert(0, str(LAUNCH))

@@ -1,0 +1,135 @@
+"""Which parameters are rotated, told by module."""
+
+import pytest
+import torch
+from torch import nn
+
+from ds_basisrot import BasisRotation, param_groups
+from ds_basisrot.optim.routing import describe, route
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(11, 4), nn.Parameter(torch.zeros(6, 4))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 11, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+
+def rotated(model, **options):
+    return {name for name, each in route(model, **options).items() if each.rotate}
+
+
+BLOCK_WEIGHTS = {f"blocks.{i}.{layer}.weight" for i in range(3) for layer in ("up", "down")}
+
+
+def test_a_language_model():
+    routes = route(LanguageModel())
+    assert {name for name, each in routes.items() if each.rotate} == BLOCK_WEIGHTS
+    assert routes["tokens.weight"].reason == "embedding" and routes["head.weight"].reason == "output head"
+    assert routes["positions"].reason == "not the weight of a linear map"
+    assert describe(routes).startswith("rotated: 6 (6 linear weight); AdamW: 17 (")
+    assert list(routes) == [name for name, _ in LanguageModel().named_parameters()]
+
+
+def test_a_tied_head_is_an_embedding():
+    assert rotated(LanguageModel(tied=True)) == BLOCK_WEIGHTS
+    assert "head.weight" not in route(LanguageModel(tied=True))
+
+
+def test_a_part_without_the_output_has_no_head():
+    part = nn.ModuleDict({"3": Block(), "4": Block()})
+    assert len(rotated(part, holds_output=False)) == 4
+    assert rotated(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), holds_output=False) == {"0.weight", "1.weight"}
+
+
+def test_a_stack_of_blocks_alone_has_no_head():
+    assert len(rotated(nn.Sequential(Block(), Block()))) == 4
+
+
+def test_the_last_layer_of_a_plain_network_is_its_head():
+    assert rotated(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))) == {"0.weight", "2.weight"}
+
+
+def test_a_model_that_names_its_head_is_believed():
+    class Named(LanguageModel):
+        def __init__(self):
+            super().__init__()
+            self.value_head = nn.Linear(4, 1)
+
+        def get_output_embeddings(self):
+            return self.head
+
+    assert rotated(Named()) == BLOCK_WEIGHTS | {"value_head.weight"}
+
+
+def test_experts():
+    class MixtureExperts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_up, self.down = nn.Parameter(torch.zeros(2, 8, 4)), nn.Parameter(torch.zeros(2, 4, 8))
+            self.bias = nn.Parameter(torch.zeros(2, 4))
+
+    class Unexpertly(MixtureExperts):
+        pass
+
+    assert rotated(nn.ModuleDict({"moe": MixtureExperts()})) == {"moe.gate_up", "moe.down"}
+    assert not rotated(nn.ModuleDict({"moe": Unexpertly()}))
+
+
+def test_linear_layers_of_other_libraries():
+    class ColumnParallel(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.in_features, self.out_features = 3, 5
+            self.weight = nn.Parameter(torch.zeros(5, 3))
+
+    assert rotated(nn.Sequential(ColumnParallel(), nn.Linear(5, 1))) == {"0.weight"}
+
+
+def test_frozen_parameters_are_left_out():
+    model = LanguageModel()
+    model.blocks[0].requires_grad_(False)
+    assert rotated(model) == {name for name in BLOCK_WEIGHTS if not name.startswith("blocks.0")}
+    assert not any(name.startswith("blocks.0") for name in route(model))
+
+
+def test_patterns_win_over_modules_and_exclude_over_include():
+    patterns = {"include": ["positions", "head.*"], "exclude": ["blocks.*.down.weight", "head.*"]}
+    assert rotated(LanguageModel(), patterns=patterns) == {f"blocks.{i}.up.weight" for i in range(3)} | {"positions"}
+
+
+def test_an_included_vector_is_refused():
+    with pytest.raises(ValueError, match=r"rotate.include: 'norm.\*' matches norm.weight, .* not a matrix"):
+        route(LanguageModel(), {"include": ["norm.*"]})
+
+
+def test_param_groups_route_for_a_plain_loop():
+    model = LanguageModel()
+    groups = param_groups(model, rotate={"exclude": ["blocks.2.*"]})
+    assert [len(group["params"]) for group in groups] == [4, 19]
+    optimizer = BasisRotation(groups, rotate={"exclude": ["blocks.0.*"]})
+    named = {n: flag for g in optimizer.param_groups for n, flag in zip(g["param_names"], g["rotate"])}
+    assert {n for n, flag in named.items() if flag} == {"blocks.1.up.weight", "blocks.1.down.weight"}
+
+
+def test_nothing_to_rotate_is_refused():
+    with pytest.raises(ValueError, match="nothing would be rotated: .*1 embedding"):
+        param_groups(nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4)))
+
+
+def test_an_unrouted_matrix_is_rotated_and_an_impossible_one_refused():
+    p = nn.Parameter(torch.zeros(3, 3))
+    assert BasisRotation([p]).param_groups[0]["rotate"] == (True,)
+    with pytest.raises(ValueError, match="cannot be rotated"):
+        BasisRotation([{"params": [nn.Parameter(torch.zeros(3))], "rotate": True}])
+    with pytest.raises(ValueError, match="list of 1"):
+        BasisRotation([{"params": [p], "rotate": [True, False]}])
