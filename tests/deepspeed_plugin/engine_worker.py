@@ -2,9 +2,11 @@
 
     torchrun --nproc_per_node N engine_worker.py CASES.json OUT
 
-Every case is a dict (see `DEFAULTS`); each rank writes OUT/<name>/rank_<r>.pt with its weights, losses and counters.
+A case is a dict with a name and changes to `DEFAULTS`. Each rank writes OUT/<name>/rank_<r>.pt: weights, losses and counters after training,
+or the message of the error that a case with "refused" must end in. All cases share one process group.
 """
 
+import copy
 import json
 import os
 import sys
@@ -12,12 +14,13 @@ import sys
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import PipelineModule
-from models import BATCH, OPTIMIZERS, blocks, stream
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from models import BATCH, OPTIMIZERS, WIDTH, Block, blocks, microbatch, stream
 
 DEFAULTS = {
     "stages": None, "gas": 1, "optimizer": "AdamW", "updates": 12, "clip": 0.0, "stashing": True, "schedule": "async_1f1b",
     "eval_after": [], "save_after": None, "load": None, "scheduler": False, "dropout": 0.0, "checkpoint_activations": 0, "bf16": False,
+    "pipeline": True, "refused": False, "config": {}, "config_of_rank_1": {}, "layers": None, "tied": False,
 }  # fmt: skip
 
 
@@ -28,57 +31,105 @@ def ds_config(case):
         "gradient_clipping": case["clip"],
         "optimizer": OPTIMIZERS[case["optimizer"]],
         "steps_per_print": 10**9,
-        "pipeline": {"schedule": case["schedule"], "weight_stashing": case["stashing"]},
     }
+    if case["pipeline"]:
+        config["pipeline"] = {"schedule": case["schedule"], "weight_stashing": case["stashing"]}
     if case["scheduler"]:
-        config["scheduler"] = {
-            "type": "WarmupLR",
-            "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 8, "warmup_type": "linear"},
-        }
+        params = {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 8, "warmup_type": "linear"}
+        config["scheduler"] = {"type": "WarmupLR", "params": params}
     if case["bf16"]:
         config["bf16"] = {"enabled": True}
+    for changes in (case["config"], case["config_of_rank_1"] if dist.get_rank() == 1 else {}):
+        for path, value in changes.items():  # "optimizer.params.lr": ...
+            *parents, key = path.split(".")
+            config = copy.deepcopy(config)
+            block = config
+            for parent in parents:
+                block = block.setdefault(parent, {})
+            block[key] = value
     return config
 
 
-def run(case, out):
-    case = {**DEFAULTS, **case}
-    torch.manual_seed(0)
+def initialize(case):
+    if not case["pipeline"]:
+        module = torch.nn.Sequential(*blocks(2), torch.nn.Linear(WIDTH, WIDTH))
+        return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=ds_config(case))[0]
     stages = case["stages"] or dist.get_world_size()
+    layers = blocks(stages, case["dropout"])[: case["layers"]]
+    if case["tied"]:
+        layers = [TiedLayerSpec("shared", Block, 0), *[LayerSpec(Block, i) for i in range(1, 3)], TiedLayerSpec("shared", Block, 0)]
     module = PipelineModule(
-        blocks(stages, case["dropout"]), num_stages=stages, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform",
+        layers,
+        num_stages=stages,
+        loss_fn=torch.nn.functional.mse_loss,
+        partition_method="uniform",
         activation_checkpoint_interval=case["checkpoint_activations"],
-    )  # fmt: skip
-    engine, *_ = deepspeed.initialize(
-        model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=ds_config(case)
     )
-    replica = engine.grid.get_data_parallel_id()
-    folder = os.path.join(out, case["name"])
-    os.makedirs(folder, exist_ok=True)
-    torch.manual_seed(100 + dist.get_rank())
-    if case["load"]:
-        path, _ = engine.load_checkpoint(os.path.join(out, case["load"], "checkpoint"))
-        assert path is not None
+    return deepspeed.initialize(model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=ds_config(case))[
+        0
+    ]
+
+
+def train_pipeline(engine, case, folder):
+    replica, start = engine.grid.get_data_parallel_id(), engine.global_steps
     dtype = torch.bfloat16 if case["bf16"] else torch.float32
-    start = engine.global_steps
     data = ((x.to(dtype), y.to(dtype)) for x, y in stream(replica, start * case["gas"]))
     losses, lrs, evals = [], [], []
     for update in range(start + 1, case["updates"] + 1):
         losses.append(float(engine.train_batch(data)))
         lrs.append(engine.get_lr()[0])
+        dist.barrier()  # as a user's own collective between calls: it must not wait for a later call
         if update in case["eval_after"]:
             evals.append(float(engine.eval_batch(stream(replica, 10**6))))
         if update == case["save_after"]:
             engine.save_checkpoint(os.path.join(folder, "checkpoint"))
-    result = {
-        "weights": {name: p.detach().float().clone() for name, p in module.named_parameters()},
-        "losses": losses, "lrs": lrs, "evals": evals, "global_steps": engine.global_steps, "global_samples": engine.global_samples,
-        "stage": engine.stage_id, "replica": replica, "optimizer": type(engine.basic_optimizer).__name__,
-        "asynchronous": hasattr(engine, "async_pipeline"),
-    }  # fmt: skip
-    if hasattr(engine, "async_pipeline"):
-        engine.drain()
-        result["stash_bytes"] = engine.async_pipeline.versions.stash_bytes
+    return {"losses": losses, "lrs": lrs, "evals": evals, "stage": engine.stage_id, "replica": replica}
+
+
+def train_plain(engine, case, folder):
+    losses = []
+    for index in range(case["updates"] * case["gas"]):
+        x, y = microbatch(index, dist.get_rank())
+        loss = torch.nn.functional.mse_loss(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return {"losses": losses, "replica": dist.get_rank()}
+
+
+def run(case, out):
+    case = {**DEFAULTS, **case}
+    folder = os.path.join(out, case["name"])
+    os.makedirs(folder, exist_ok=True)
+    torch.manual_seed(0)
+    engine = initialize(case)
+    if case["load"]:
+        path, _ = engine.load_checkpoint(os.path.join(out, case["load"], "checkpoint"))
+        assert path is not None
+    else:
+        torch.manual_seed(100 + dist.get_rank())
+    result = (train_pipeline if case["pipeline"] else train_plain)(engine, case, folder)
+    pipeline = getattr(engine, "async_pipeline", None)
+    result |= {
+        "weights": {name: p.detach().float().clone() for name, p in engine.module.named_parameters()},
+        "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
+        "optimizer": type(engine.basic_optimizer).__name__,
+        "asynchronous": pipeline is not None,
+        "stash_bytes": pipeline.versions.stash_bytes if pipeline else 0,
+        "trained": pipeline.trained if pipeline else 0,
+    }
     torch.save(result, os.path.join(folder, f"rank_{dist.get_rank()}.pt"))
+
+
+def run_refused(case, out):
+    try:
+        run(case, out)
+        message = None
+    except (ValueError, RuntimeError) as error:
+        message = str(error)
+    torch.save({"message": message}, os.path.join(out, case["name"], f"rank_{dist.get_rank()}.pt"))
+    dist.barrier()
 
 
 if __name__ == "__main__":
@@ -88,7 +139,7 @@ if __name__ == "__main__":
     with open(sys.argv[1]) as file:
         cases = json.load(file)
     for each in cases:
-        run(each, sys.argv[2])
+        (run_refused if each.get("refused") else run)(each, sys.argv[2])
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

@@ -1,7 +1,4 @@
-"""The one-process simulation of an engine case, and the comparison of both."""
-
-import glob
-import os
+"""The one-process simulation of an engine case, and the results that the real processes left."""
 
 import torch
 from models import OPTIMIZERS, blocks, microbatch
@@ -10,31 +7,41 @@ from ds_basisrot import BasisRotation, param_groups
 from ds_basisrot.pipeline.simulator import PipelineSimulator
 
 
-def make_optimizer(kind, stage, holds_output):
-    params = {k: v for k, v in OPTIMIZERS[kind]["params"].items() if k != "torch_adam"}
-    if kind == "BasisRotation":
-        return BasisRotation(param_groups(stage, holds_output=holds_output), **params)
-    return getattr(torch.optim, kind)(stage.parameters(), **params)
-
-
 def simulate(case):
-    """(weights of each stage by name, losses) of a case as the simulator trains it."""
-    stages, gas, replicas = case["stages"], case.get("gas", 1), case.get("replicas", 1)
+    """(weights by name for each stage, losses) of a case as the simulator trains it."""
+    stages, gas = case["stages"], case.get("gas", 1)
     layers = blocks(stages)
     parts = [torch.nn.ModuleDict({str(i): layers[i] for i in (2 * k, 2 * k + 1)}) for k in range(stages)]
-    modules = [Stage(part) for part in parts]
-    optimizers = [make_optimizer(case.get("optimizer", "AdamW"), part, holds_output=False) for part in parts]
+    optimizers = [make_optimizer(case.get("optimizer", "AdamW"), part) for part in parts]
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(o, warmup) for o in optimizers] if case.get("scheduler") else []
     simulator = PipelineSimulator(
-        modules, torch.nn.functional.mse_loss, optimizers, accumulation=gas, weight_stashing=case.get("stashing", True),
+        [Stage(part) for part in parts],
+        torch.nn.functional.mse_loss,
+        optimizers,
+        accumulation=gas,
+        weight_stashing=case.get("stashing", True),
         max_grad_norm=case.get("clip", 0.0),
-    )  # fmt: skip
+        lr_schedulers=schedulers,
+    )
     losses = []
     for update in range(case.get("updates", 12)):
         indices = range(update * gas, (update + 1) * gas)
-        losses.append(simulator.train_batch([[microbatch(i, r) for i in indices] for r in range(replicas)]))
-        if update + 1 in case.get("cut_after", ()):
+        losses.append(simulator.train_batch([[microbatch(i, r) for i in indices] for r in range(case.get("replicas", 1))]))
+        if update + 1 == case.get("save_after"):
             simulator.cut()
     return [{name: p.detach().clone() for name, p in part.named_parameters()} for part in parts], losses
+
+
+def warmup(updates):
+    """DeepSpeed's linear WarmupLR over 8 updates: its first two updates have the learning rate 0."""
+    return min(1.0, max(0, updates - 1) / 8)
+
+
+def make_optimizer(kind, part):
+    params = {k: v for k, v in OPTIMIZERS[kind]["params"].items() if k != "torch_adam"}
+    if kind == "BasisRotation":
+        return BasisRotation(param_groups(part, holds_output=False), **params)
+    return getattr(torch.optim, kind)(part.parameters(), **params)
 
 
 class Stage(torch.nn.Module):
@@ -51,8 +58,8 @@ class Stage(torch.nn.Module):
 
 
 def load(out, name):
-    """The results that all ranks of a case left."""
-    return [torch.load(path) for path in sorted(glob.glob(os.path.join(out, name, "rank_*.pt")))]
+    """The results of a case, one for each rank."""
+    return [torch.load(path) for path in sorted((out / name).glob("rank_*.pt"))]
 
 
 def largest_difference(results, weights):

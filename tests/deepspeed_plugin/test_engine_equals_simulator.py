@@ -1,0 +1,120 @@
+"""The real engine on real processes equals the one-process simulator: weights, and losses on every stage."""
+
+import math
+
+import pytest
+import torch
+from processes import run_cases
+from simulate import largest_difference, load, simulate, warmup
+
+MAX_DIFFERENCE = 1e-6
+
+MATRIX = [
+    {"name": f"{optimizer}-{gas}", "optimizer": optimizer, "gas": gas}
+    for optimizer in ("AdamW", "NAdam", "BasisRotation")
+    for gas in (1, 2, 4)
+]
+MORE = [
+    {"name": "no-stashing", "optimizer": "BasisRotation", "stashing": False},
+    {"name": "no-stashing-2", "optimizer": "AdamW", "stashing": False, "gas": 2},
+    {"name": "clipped", "clip": 0.05},
+    {"name": "scheduled", "scheduler": True, "optimizer": "BasisRotation"},
+    {"name": "evaluated", "optimizer": "BasisRotation", "eval_after": [1, 2, 7]},
+    {"name": "recomputed", "checkpoint_activations": 1},
+    {"name": "saved", "optimizer": "BasisRotation", "gas": 2, "save_after": 5},
+]
+RESUMED = {"name": "resumed", "optimizer": "BasisRotation", "gas": 2, "load": "saved"}
+DROPOUT = [
+    {"name": "dropout", "optimizer": "BasisRotation", "dropout": 0.3, "save_after": 5},
+    {"name": "dropout-resumed", "optimizer": "BasisRotation", "dropout": 0.3, "load": "dropout"},
+    {"name": "dropout-evaluated", "optimizer": "BasisRotation", "dropout": 0.3, "save_after": 5, "eval_after": [2, 3, 9]},
+]
+REPLICATED = [{**case, "name": "replicated-" + case["name"], "stages": 2} for case in (*MATRIX[1::3], *MORE)]
+ONE_STAGE = {"name": "one-stage", "stages": 1, "optimizer": "BasisRotation", "gas": 2}
+OTHERS = [{"name": "bf16", "bf16": True}, {"name": "bf16-clipped", "bf16": True, "clip": 0.05, "gas": 2}]
+SYNCHRONOUS = {"name": "synchronous", "schedule": "1f1b", "optimizer": "BasisRotation", "gas": 4}
+
+JOBS = {
+    2: [*MATRIX, *MORE, RESUMED, *DROPOUT, ONE_STAGE, SYNCHRONOUS],
+    4: [*MATRIX, *MORE, RESUMED, *DROPOUT, *OTHERS, *REPLICATED],
+}
+COMPARED = [(n, case) for n in JOBS for case in JOBS[n] if case not in (RESUMED, SYNCHRONOUS, *DROPOUT, *OTHERS)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the engine's processes: sums in the same order
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folders = {}
+    for processes, cases in JOBS.items():
+        folders[processes] = tmp_path_factory.mktemp(f"engine_{processes}")
+        run_cases(processes, cases, folders[processes])
+    return lambda processes, name: load(folders[processes], name)
+
+
+@pytest.mark.parametrize("processes, case", COMPARED, ids=lambda value: value["name"] if isinstance(value, dict) else str(value))
+def test_weights_and_losses(results, processes, case):
+    ranks = results(processes, case["name"])
+    stages = case.get("stages", processes)
+    weights, losses = simulate({**case, "stages": stages, "replicas": processes // stages})
+    assert all(r["asynchronous"] for r in ranks) and {r["stage"] for r in ranks} == set(range(stages))
+    assert largest_difference(ranks, weights) <= MAX_DIFFERENCE
+    for r in ranks:
+        assert r["losses"] == pytest.approx(losses, abs=MAX_DIFFERENCE)
+        assert r["global_steps"] == 12 and r["global_samples"] == 12 * case.get("gas", 1) * 4 * processes // stages
+        assert r["trained"] == 12 * case.get("gas", 1)
+
+
+def bitwise(a, b):
+    return all(torch.equal(x["weights"][name], y["weights"][name]) for x, y in zip(a, b) for name in x["weights"])
+
+
+@pytest.mark.parametrize("processes", JOBS)
+@pytest.mark.parametrize("saved, resumed, updates", [("saved", "resumed", 7), ("dropout", "dropout-resumed", 7)])
+def test_a_resumed_run_is_bitwise_the_run_that_saved_and_went_on(results, processes, saved, resumed, updates):
+    before, after = results(processes, saved), results(processes, resumed)
+    assert bitwise(before, after)
+    assert [r["losses"][-updates:] for r in before] == [r["losses"] for r in after]
+    assert [(r["global_steps"], r["global_samples"], r["trained"]) for r in before] == [
+        (r["global_steps"], r["global_samples"], r["trained"]) for r in after
+    ]
+
+
+@pytest.mark.parametrize("processes", JOBS)
+def test_evaluation_leaves_training_bitwise_unchanged(results, processes):
+    assert bitwise(results(processes, "evaluated"), results(processes, "BasisRotation-1"))
+    assert bitwise(results(processes, "dropout"), results(processes, "dropout-evaluated"))
+    evaluated = results(processes, "evaluated")
+    assert len(evaluated[0]["evals"]) == 3 and all(r["evals"] == evaluated[0]["evals"] for r in evaluated)
+
+
+def test_the_learning_rate_moves_once_an_update(results):
+    assert results(4, "scheduled")[0]["lrs"] == pytest.approx([1e-2 * warmup(t) for t in range(1, 13)])
+
+
+@pytest.mark.parametrize("gas", [1, 2, 4])
+def test_a_stage_stashes_the_versions_that_are_in_flight(results, gas):
+    for r in results(4, f"AdamW-{gas}"):
+        weights = sum(w.numel() * 4 for w in r["weights"].values())
+        tau = 3 - r["stage"]
+        versions = 0 if tau == 0 else math.ceil(tau / gas) + 1  # one more while the newest forward runs
+        assert r["stash_bytes"] == versions * weights
+
+
+def test_bf16_follows_fp32_closely(results):
+    exact = results(4, "AdamW-1")
+    for r, reference in zip(results(4, "bf16"), exact):
+        assert r["losses"] == pytest.approx(reference["losses"], rel=0.05)
+    assert results(4, "bf16-clipped")[0]["losses"][-1] < 0.5 * results(4, "bf16-clipped")[0]["losses"][0]
+
+
+def test_the_synchronous_schedule_is_deepspeed_s_own(results):
+    ranks = results(2, "synchronous")
+    assert not any(r["asynchronous"] for r in ranks) and {r["optimizer"] for r in ranks} == {"BasisRotation"}
+    assert ranks[0]["losses"][-1] < 0.5 * ranks[0]["losses"][0]
