@@ -130,21 +130,33 @@ def validate(config: Mapping[str, Any]) -> list[str]:
     Raises:
         ConfigError: on the first fault.
     """
-    optimizer, zero = config.get("optimizer") or {}, config.get("zero_optimization") or {}
-    precision = next((p for p in ("bf16", "fp16") if (config.get(p) or {}).get("enabled")), "fp32")
-    kind = optimizer.get("type")
-    options = pipeline_options(config.get("pipeline"))
+    optimizer, zero, pipeline = (_block(config, name) for name in ("optimizer", "zero_optimization", "pipeline"))
+    precision = next((p for p in ("bf16", "fp16") if _block(config, p).get("enabled")), "fp32")
+    kind, stage = optimizer.get("type"), zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"zero_optimization.stage: must be 0, 1, 2 or 3, got {stage!r}")
+    options = pipeline_options(pipeline)
     if is_basis_rotation(kind):
-        check_optimizer_params(optimizer.get("params"))
-        check_optimizer_setting(zero.get("stage", 0), precision, bool(zero.get("offload_optimizer")))
+        check_optimizer_params(_block(optimizer, "params", "optimizer."))
+        check_optimizer_setting(stage, precision, bool(zero.get("offload_optimizer")))
     else:
         check_optimizer_type(kind)
     if options.asynchronous:
-        check_async_setting(zero.get("stage", 0), precision)
+        check_async_setting(stage, precision)
     return [
         f"optimizer: {OPTIMIZER_TYPE if is_basis_rotation(kind) else kind or 'none'}",
         f"pipeline schedule: {options.schedule}" + (f", {describe_async(options)}" if options.asynchronous else " (DeepSpeed's own)"),
     ]
+
+
+def _block(config: Mapping[str, Any], name: str, where: str = "") -> Mapping[str, Any]:
+    """The JSON object `name`, empty where it is missing or null."""
+    block = config.get(name)
+    if block is None:
+        return {}
+    if not isinstance(block, Mapping):
+        raise ConfigError(f"{where}{name}: must be an object {{...}}, got {block!r}")
+    return block
 
 
 def check_async_setting(zero_stage: int, precision: str) -> None:

@@ -72,9 +72,9 @@ def _holds_output(module: nn.Module) -> bool:
 
 def _log(engine: Any, routes: dict) -> None:
     grid = getattr(engine.module, "_grid", None)
-    where = "" if grid is None else f" stage {grid.get_stage_id()}:"
+    where = "" if grid is None else f"stage {grid.get_stage_id()}: "
     speaker = engine.global_rank if grid is not None and grid.get_data_parallel_id() == 0 else 0
-    log(f"{where.strip()} BasisRotation, {describe(routes)}", rank=speaker)
+    log(f"{where}BasisRotation, {describe(routes)}", rank=speaker)
     others = sorted({name for name, r in routes.items() if not r.rotate and r.reason not in ("norm or bias",)})
     if others:
-        log(f"{where.strip()} AdamW for " + ", ".join(f"{n} ({routes[n].reason})" for n in others[:20]), rank=speaker)
+        log(f"{where}AdamW for " + ", ".join(f"{n} ({routes[n].reason})" for n in others[:20]), rank=speaker)

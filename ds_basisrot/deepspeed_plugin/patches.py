@@ -5,8 +5,9 @@ import inspect
 from types import ModuleType
 from typing import Any
 
+from .. import _activation
 from . import private_names
-from .config import OPTIMIZER_TYPE, check_optimizer_params, check_optimizer_type, is_basis_rotation, pipeline_options
+from .config import OPTIMIZER_TYPE, ConfigError, check_optimizer_params, check_optimizer_type, is_basis_rotation, pipeline_options
 
 
 def patch_engine(module: ModuleType) -> None:
@@ -25,6 +26,7 @@ def patch_engine(module: ModuleType) -> None:
 
     @_wraps(cls, "_do_sanity_check")
     def _do_sanity_check(original, engine):
+        _check_pipeline_engine_was_patched(engine)
         if _uses_basis_rotation(engine):
             from .optimizer import check_engine
 
@@ -61,6 +63,13 @@ def patch_pipeline_engine(module: ModuleType) -> None:
             from .async_pipeline import AsyncPipeline
 
             engine.async_pipeline = AsyncPipeline(engine, options)
+
+
+def _check_pipeline_engine_was_patched(engine: Any) -> None:
+    """Refuse the asynchronous schedule where the hook that would provide it failed: DeepSpeed would train synchronously without a word."""
+    failure = _activation.failures.get("deepspeed.runtime.pipe.engine")
+    if failure is not None and pipeline_options(engine._config._param_dict.get("pipeline")).asynchronous:
+        raise ConfigError(f"pipeline.schedule: async_1f1b is not available, DeepSpeed's pipeline engine could not be patched ({failure})")
 
 
 def _wraps(cls: type, name: str) -> Any:

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node N engine_worker.py CASES.json OUT
 
-A case is a dict with a name and changes to `DEFAULTS`. Each rank writes OUT/<name>/rank_<r>.pt: weights, losses and counters after training,
-or the message of the error that a case with "refused" must end in. All cases share one process group.
+A case is a dict with a name and changes to `DEFAULTS`. Each rank writes OUT/<name>/rank_<r>.pt: weights, losses and counters after
+training, or the message of the error that a case with "refused" must end in. All cases share one process group.
 """
 
 import copy
@@ -57,7 +57,8 @@ def initialize(case):
     stages = case["stages"] or dist.get_world_size()
     layers = blocks(stages, case["dropout"])[: case["layers"]]
     if case["tied"]:
-        layers = [TiedLayerSpec("shared", Block, 0), *[LayerSpec(Block, i) for i in range(1, 3)], TiedLayerSpec("shared", Block, 0)]
+        shared = [TiedLayerSpec("shared", Block, 0, tied_weight_attr="up.weight") for _ in range(2)]
+        layers = [shared[0], LayerSpec(Block, 1), LayerSpec(Block, 2), shared[1]]
     module = PipelineModule(
         layers,
         num_stages=stages,

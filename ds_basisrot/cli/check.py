@@ -1,0 +1,48 @@
+"""`ds-basisrot check`: says what a DeepSpeed configuration file will activate, or what is wrong with it, before any job starts."""
+
+import argparse
+import json
+from pathlib import Path
+
+from ds_basisrot.cli.errors import CommandError
+
+NAME = "check"
+HELP = "check the optimizer and pipeline blocks of a DeepSpeed configuration"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="DS_CONFIG.json", help="the file that the job gives to DeepSpeed")
+
+
+def run(options: argparse.Namespace) -> None:
+    from ds_basisrot.deepspeed_plugin.config import ConfigError, validate  # here: the other commands need not wait for it
+
+    config = load(options.config)
+    try:
+        lines = validate(config)
+    except ConfigError as error:
+        raise CommandError(f"{options.config}: {error}") from error
+    print("\n".join(lines))
+
+
+def load(path: Path) -> dict:
+    """The configuration in `path`; CommandError where that is no readable JSON object or names a key twice."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # includes undecodable text
+        raise CommandError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CommandError(f"{path} must hold a JSON object, as DeepSpeed's configuration does, not a {type(config).__name__}")
+    return config
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict:
+    # DeepSpeed refuses repeated keys too; json alone would silently keep the last
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {repeated!r} stands there twice; keep one")
+    return result

@@ -1,0 +1,106 @@
+"""Real DeepSpeed jobs beside the exactness matrix: BasisRotation without a pipeline, refusals before training, jobs that die."""
+
+import time
+
+import pytest
+import torch
+from models import OPTIMIZERS, WIDTH, blocks, microbatch
+from processes import HERE, run_cases, torchrun
+from simulate import load
+
+from ds_basisrot import BasisRotation, param_groups
+
+PLAIN = [
+    {"name": "plain", "pipeline": False, "optimizer": "BasisRotation", "clip": 0.1},
+    {"name": "plain-accumulated", "pipeline": False, "optimizer": "BasisRotation", "gas": 2, "updates": 6},
+]
+
+BASIS_ROTATION = {"optimizer.type": "BasisRotation"}
+REFUSED = [
+    ({"config": {"pipeline.schedule": "async1f1b"}}, "pipeline.schedule: must be '1f1b' or 'async_1f1b'"),
+    ({"config": {"pipeline.wieght_stashing": True}}, "did you mean 'weight_stashing'?"),
+    ({"config": {"zero_optimization.stage": 1}}, "zero_optimization.stage: async_1f1b runs with stage 0 for now, got 1"),
+    ({"optimizer": "BasisRotation", "config": {"optimizer.params.refresh_perod": 3}}, "did you mean 'refresh_period'?"),
+    ({"optimizer": "BasisRotation", "config": {"optimizer.params.refresh_period": 0}}, "optimizer.params.refresh_period: must be"),
+    ({"optimizer": "BasisRotation", "config": {"optimizer.type": "BasisRotatoin"}}, "did you mean 'BasisRotation'?"),
+    ({"optimizer": "BasisRotation", "bf16": True}, "bf16.enabled: BasisRotation runs in fp32"),
+    ({"optimizer": "BasisRotation", "config": {"optimizer.params.rotate": {"exclude": ["*"]}}}, "nothing would be rotated"),
+    ({"layers": 1}, "stage 0 of 2 would hold no layer (1 layers in all)|stage 1 of 2 would hold no layer (1 layers in all)"),
+    ({"tied": True}, "cannot train layers tied across stages (shared)"),
+    ({"pipeline": False, "optimizer": "BasisRotation", "config": {"zero_optimization.stage": 1}}, "ZeRO stage 1 hands it flat slices"),
+    ({"pipeline": False, "optimizer": "BasisRotation", "config": {"zero_optimization.stage": 3}}, "ZeRO stage 3 hands it flat slices"),
+    ({"pipeline": False, "optimizer": "BasisRotation", "bf16": True}, "bf16.enabled: BasisRotation runs in fp32"),
+    (
+        {"config_of_rank_1": {"pipeline.weight_stashing": False}},
+        "rank 1 differs from rank 0 in pipeline.weight_stashing: False against True",
+    ),
+    (
+        {"pipeline": False, "optimizer": "BasisRotation", "config_of_rank_1": {"optimizer.params.refresh_period": 7}},
+        "rank 1 differs from rank 0 in optimizer.params.refresh_period: 7 against 3",
+    ),
+]
+REFUSED_CASES = [{**case, "name": f"refused-{i}", "refused": True} for i, (case, _) in enumerate(REFUSED)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("jobs")
+    # DeepSpeed cannot build a plain engine in a process that has had a pipeline: those first.
+    cases = sorted([*PLAIN, *REFUSED_CASES], key=lambda case: case.get("pipeline", True))
+    job = run_cases(2, [*cases, {"name": "after-all-that"}], folder)
+    return lambda name: load(folder, name), job.stderr
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=lambda case: case["name"])
+def test_basis_rotation_without_a_pipeline_is_the_plain_loop(results, case):
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(*blocks(2), torch.nn.Linear(WIDTH, WIDTH))
+    optimizer = BasisRotation(param_groups(module), **OPTIMIZERS["BasisRotation"]["params"])
+    gas, updates = case.get("gas", 1), case.get("updates", 12)
+    for update in range(updates):
+        optimizer.zero_grad()
+        for index in range(update * gas, (update + 1) * gas):
+            for replica in range(2):
+                x, y = microbatch(index, replica)
+                (torch.nn.functional.mse_loss(module(x), y) / gas / 2).backward()
+        if case.get("clip"):
+            torch.nn.utils.clip_grad_norm_(module.parameters(), case["clip"])
+        optimizer.step()
+    for r in results[0](case["name"]):
+        assert r["optimizer"] == "BasisRotation" and r["global_steps"] == updates
+        for name, p in module.named_parameters():
+            torch.testing.assert_close(r["weights"][name], p.detach(), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("index", range(len(REFUSED)), ids=lambda i: REFUSED[i][1][:50])
+def test_it_is_refused_before_training_on_every_rank(results, index):
+    for r in results[0](f"refused-{index}"):
+        assert r["message"] is not None and "\n" not in r["message"]
+        assert any(expected in r["message"] for expected in REFUSED[index][1].split("|"))
+
+
+def test_a_log_line_counts_what_is_rotated(results):
+    assert "BasisRotation, rotated: 8 (8 linear weight); AdamW: 18 (16 norm or bias, 2 output head)" in results[1]
+
+
+def test_a_log_line_says_what_is_active(results):
+    assert "pipeline schedule async_1f1b (from the JSON), 2 stages, weight stashing" in results[1]
+    assert "staleness per stage [1, 0] microbatches" in results[1]
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("the loader ends", "the data iterator ended at microbatch 3: async_1f1b reads 1 microbatches ahead"),
+        ("a new iterator each call", "another data iterator than before, but async_1f1b has read 1 microbatches ahead"),
+        ("no iterator", "train_batch(): no data iterator"),
+        ("a short last batch", "changed from [(torch.float32, (4, 12))] to [(torch.float32, (2, 12))]"),
+        ("a layer raises", "the third forward fails"),
+        ("a rank is killed", ""),
+    ],
+)
+def test_a_job_that_cannot_go_on_ends_at_once_with_the_reason(fault, message):
+    start = time.monotonic()
+    job = torchrun(2, HERE / "faulty_job.py", fault)
+    assert job.returncode != 0 and time.monotonic() - start < 60
+    assert message in job.stderr + job.stdout

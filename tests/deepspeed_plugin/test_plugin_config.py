@@ -1,0 +1,68 @@
+"""The JSON blocks: what is accepted, and the one line that refuses the rest."""
+
+import pytest
+
+from ds_basisrot.deepspeed_plugin.config import ConfigError, pipeline_options, validate
+
+OPTIMIZER = {"type": "BasisRotation", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "refresh_period": 10}}
+
+
+def config(**changes):
+    return {"optimizer": OPTIMIZER, "pipeline": {"schedule": "async_1f1b"}, **changes}
+
+
+def optimizer(**params):
+    return {"type": "BasisRotation", "params": {**OPTIMIZER["params"], **params}}
+
+
+@pytest.mark.parametrize("name", ["BasisRotation", "basisrotation", "BASISROTATION"])
+def test_any_letter_case_is_ours(name):
+    assert validate(config(optimizer={**OPTIMIZER, "type": name}))[0] == "optimizer: BasisRotation"
+
+
+def test_it_says_what_will_be_active():
+    assert validate(config()) == [
+        "optimizer: BasisRotation",
+        "pipeline schedule: async_1f1b, weight stashing, gradient clipping per stage",
+    ]
+    assert validate({"optimizer": {"type": "AdamW"}})[1] == "pipeline schedule: 1f1b (DeepSpeed's own)"
+
+
+def test_deepspeed_s_own_pipeline_keys_and_strangers_are_left_alone():
+    assert not pipeline_options({"activation_checkpoint_interval": 1, "partition": "best", "my_own_key": 3}).asynchronous
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"optimizer": optimizer(refresh_periods=5)}, "optimizer.params: unknown key 'refresh_periods'; did you mean 'refresh_period'?"),
+        ({"optimizer": optimizer(freq=5)}, "optimizer.params: unknown key 'freq'; valid: lr, betas, eps"),
+        ({"optimizer": optimizer(refresh_period=0)}, "optimizer.params.refresh_period: must be an integer >= 1 (updates), got 0"),
+        ({"optimizer": optimizer(refresh_period=-3)}, "optimizer.params.refresh_period: must be an integer >= 1 (updates), got -3"),
+        ({"optimizer": optimizer(lr="auto")}, "optimizer.params.lr: must be a number >= 0, got 'auto'"),
+        ({"optimizer": optimizer(geometry="bilatral")}, "did you mean 'bilateral'?"),
+        ({"optimizer": optimizer(rotate=["x"])}, "optimizer.params.rotate: must be"),
+        ({"optimizer": {"type": "BasisRotaton"}}, "optimizer.type: unknown 'BasisRotaton'; did you mean 'BasisRotation'?"),
+        ({"pipeline": {"schedule": "async"}}, "pipeline.schedule: must be '1f1b' or 'async_1f1b', got 'async'; did you mean"),
+        ({"pipeline": {"schedule": "zb_h1"}}, "pipeline.schedule: must be '1f1b' or 'async_1f1b', got 'zb_h1'"),
+        (
+            {"pipeline": {"schedule": "async_1f1b", "weight_stash": True}},
+            "pipeline: unknown key 'weight_stash'; did you mean 'weight_stashing'?",
+        ),
+        ({"pipeline": {"shedule": "async_1f1b"}}, "pipeline: unknown key 'shedule'; did you mean 'schedule'?"),
+        ({"pipeline": {"schedule": "async_1f1b", "weight_stashing": "yes"}}, "pipeline.weight_stashing: must be true or false, got 'yes'"),
+        ({"pipeline": {"schedule": "async_1f1b", "clip_scope": "global"}}, "pipeline.clip_scope: must be 'stage', got 'global'"),
+        ({"optimizer": "BasisRotation"}, "optimizer: must be an object {...}, got 'BasisRotation'"),
+        ({"optimizer": {"type": "BasisRotation", "params": [1]}}, "optimizer.params: must be an object {...}, got [1]"),
+        ({"zero_optimization": {"stage": "two"}}, "zero_optimization.stage: must be 0, 1, 2 or 3, got 'two'"),
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage: BasisRotation needs whole matrices"),
+        ({"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}, "zero_optimization.stage: async_1f1b runs with stage 0"),
+        ({"optimizer": {"type": "AdamW"}, "fp16": {"enabled": True}}, "fp16.enabled: async_1f1b cannot share a loss scale"),
+        ({"bf16": {"enabled": True}}, "bf16.enabled: BasisRotation runs in fp32"),
+        ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer: not supported"),
+    ],
+)
+def test_a_fault_is_named_in_one_line(changes, message):
+    with pytest.raises(ConfigError) as error:
+        validate(config(**changes))
+    assert message in str(error.value) and "\n" not in str(error.value)
