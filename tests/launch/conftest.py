@@ -3,5 +3,4 @@
 import sys
 from pathlib import Path
 
-LAUNCH = Path(__file__).resolve().parents[2] / "launch"
-sys.path.insert(0, str(LAUNCH))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))

@@ -4,17 +4,18 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import LAUNCH
 
+LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-3}}}
 FOUR = {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}
 
 
 def command(*flags):
     # an import of torch would fail: its name is taken by None
-    code = f"import sys, runpy; sys.path.insert(0, {str(LAUNCH)!r}); sys.modules['torch'] = None; import pretrain_gpt; pretrain_gpt.main()"
+    code = f"import sys; sys.path.insert(0, {str(LAUNCH)!r}); sys.modules['torch'] = None; import pretrain_gpt; pretrain_gpt.main()"
     return [sys.executable, "-c", code, *map(str, flags)]
 
 

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# From Python 3.11 and nothing else to a trained model: a virtual environment, the installation, and a small GPT trained with
+# basis rotation in a 4-stage pipeline without flushes. Arguments are passed on to pretrain_gpt.py (--help lists them).
+#
+#   VENV        where the virtual environment is or shall be (default: .venv in the checkout)
+#   PYTHON      the interpreter it is made with (default: python3.11, else python3)
+#   TORCH_SPEC  which torch is installed if there is none (default: torch==2.13.0)
+set -euo pipefail
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+checkout="$(dirname "$here")"
+venv="${VENV:-$checkout/.venv}"
+python="$venv/bin/python"
+
+say() { printf '== %s\n' "$*"; }
+stop() { printf 'quickstart.sh: error: %s\n' "$*" >&2; exit 2; }
+# True once the environment has what is trained with, and ds_basisrot from this very checkout. -I: neither the current folder
+# nor PYTHONPATH may pass for something installed.
+installed() {
+    "$python" -I - "$checkout" <<'CHECK'
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+package = find_spec("ds_basisrot")
+complete = package is not None and all(find_spec(name) for name in ("torch", "deepspeed", "matplotlib", "rich"))
+sys.exit(not (complete and Path(package.origin).is_relative_to(Path(sys.argv[1]).resolve())))
+CHECK
+}
+
+if ! "$python" -m pip --version >/dev/null 2>&1; then
+    base="${PYTHON:-$(command -v python3.11 || command -v python3 || true)}"
+    [ -n "$base" ] || stop "no python3.11 and no python3 on PATH; name one with PYTHON=..."
+    "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || stop "$base is not Python 3.10 or newer; name another with PYTHON=..."
+    say "making the virtual environment $venv"
+    "$base" -m venv "$venv" || stop "$base cannot make a virtual environment (on Debian and Ubuntu, install python3-venv)"
+fi
+if ! installed; then
+    if ! "$python" -I -c 'import torch' >/dev/null 2>&1; then # first and alone, so that TORCH_SPEC decides which one
+        say "installing ${TORCH_SPEC:-torch==2.13.0}"
+        "$python" -m pip install --quiet --disable-pip-version-check "${TORCH_SPEC:-torch==2.13.0}"
+    fi
+    say "installing ds_basisrot from $checkout"
+    "$python" -m pip install --quiet --disable-pip-version-check -e "$checkout[deepspeed]"
+fi
+
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" MPLBACKEND=Agg
+accelerators="$("$python" -c 'import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)')"
+if [ "$accelerators" -lt 4 ]; then # the four stages are four processes, each on a device of its own or all on the CPU
+    export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
+fi
+port="$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
+say "training"
+"$python" -m deepspeed.launcher.runner --log_level error --num_gpus 4 --master_addr 127.0.0.1 --master_port "$port" \
+    "$here/pretrain_gpt.py" --ds-config "$here/ds_config/basis_rotation.json" --name "quickstart-$(date +%Y%m%d-%H%M%S)" "$@"
