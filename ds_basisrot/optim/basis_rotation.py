@@ -111,6 +111,14 @@ class BasisRotation(torch.optim.Optimizer):
                 "or use AdamW"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("_patterns", "skipped_updates", "gradient_dtype")}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plan = None  # keyed by parameters, which copying replaces
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its `rotate` (see the class) becomes a tuple of bools aligned with its parameters."""
         super().add_param_group(param_group)

@@ -15,12 +15,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from models import BATCH, OPTIMIZERS, WIDTH, Block, blocks, microbatch, stream
+from models import BATCH, OPTIMIZERS, WIDTH, Block, TakesTuple, blocks, microbatch, stream
 
 DEFAULTS = {
     "stages": None, "gas": 1, "optimizer": "AdamW", "updates": 12, "clip": 0.0, "stashing": True, "schedule": "async_1f1b",
     "eval_after": [], "save_after": None, "load": None, "scheduler": False, "dropout": 0.0, "checkpoint_activations": 0, "bf16": False,
-    "pipeline": True, "refused": False, "config": {}, "config_of_rank_1": {}, "layers": None, "tied": False,
+    "pipeline": True, "refused": False, "config": {}, "config_of_rank_1": {}, "layers": None, "tied": False, "head": False, "tuples": False,
 }  # fmt: skip
 
 
@@ -59,6 +59,13 @@ def initialize(case):
     if case["tied"]:
         shared = [TiedLayerSpec("shared", Block, 0, tied_weight_attr="up.weight") for _ in range(2)]
         layers = [shared[0], LayerSpec(Block, 1), LayerSpec(Block, 2), shared[1]]
+    if case["head"]:
+        layers = [LayerSpec(Block, i) for i in range(2 * stages)] + [
+            LayerSpec(torch.nn.LayerNorm, WIDTH),
+            LayerSpec(torch.nn.Linear, WIDTH, WIDTH),
+        ]
+    if case["tuples"]:
+        layers = [TakesTuple(layer, first=i == 0, last=i == 2 * stages - 1) for i, layer in enumerate(layers)]
     module = PipelineModule(
         layers,
         num_stages=stages,
@@ -116,6 +123,9 @@ def run(case, out):
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
         "optimizer": type(engine.basic_optimizer).__name__,
+        "rotated": [
+            name for g in engine.optimizer.param_groups for name, flag in zip(g.get("param_names", ()), g.get("rotate", ())) if flag
+        ],
         "asynchronous": pipeline is not None,
         "stash_bytes": pipeline.versions.stash_bytes if pipeline else 0,
         "trained": pipeline.trained if pipeline else 0,

@@ -23,6 +23,21 @@ class Block(nn.Module):
         return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
 
 
+class TakesTuple(nn.Module):
+    """A layer of a pipeline whose stages exchange tuples: the activation, integer positions, and a mask that is used and passed on."""
+
+    def __init__(self, layer, first, last):
+        super().__init__()
+        self.layer, self.first, self.last = layer, first, last
+
+    def forward(self, inputs):
+        if self.first:
+            inputs = (inputs, torch.arange(len(inputs)), inputs[:, :1] > -10)
+        x, positions, mask = inputs
+        x = torch.where(mask, self.layer(x), 0.0)[positions]
+        return x if self.last else (x, positions, mask)
+
+
 def blocks(stages, dropout=0.0):
     """All layers of a model with two blocks a stage."""
     return [Block(index, dropout) for index in range(2 * stages)]

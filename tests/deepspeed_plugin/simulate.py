@@ -64,4 +64,8 @@ def load(out, name):
 
 def largest_difference(results, weights):
     """Largest |dw| between the ranks' weights and the simulated ones."""
-    return max((r["weights"][n] - w).abs().max().item() for r in results for n, w in weights[r["stage"]].items())
+    return max(
+        (r["weights"][n if n in r["weights"] else n.replace(".", ".layer.", 1)] - w).abs().max().item()
+        for r in results
+        for n, w in weights[r["stage"]].items()
+    )

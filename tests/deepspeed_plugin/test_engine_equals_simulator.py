@@ -21,6 +21,7 @@ MORE = [
     {"name": "scheduled", "scheduler": True, "optimizer": "BasisRotation"},
     {"name": "evaluated", "optimizer": "BasisRotation", "eval_after": [1, 2, 7]},
     {"name": "recomputed", "checkpoint_activations": 1},
+    {"name": "tuples", "tuples": True, "gas": 2},
     {"name": "saved", "optimizer": "BasisRotation", "gas": 2, "save_after": 5},
 ]
 RESUMED = {"name": "resumed", "optimizer": "BasisRotation", "gas": 2, "load": "saved"}

@@ -47,7 +47,8 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("jobs")
     # DeepSpeed cannot build a plain engine in a process that has had a pipeline: those first.
     cases = sorted([*PLAIN, *REFUSED_CASES], key=lambda case: case.get("pipeline", True))
-    job = run_cases(2, [*cases, {"name": "after-all-that"}], folder)
+    head = {"name": "with-head", "head": True, "optimizer": "BasisRotation", "updates": 2}
+    job = run_cases(2, [*cases, head, {"name": "after-all-that"}], folder)
     return lambda name: load(folder, name), job.stderr
 
 
@@ -77,6 +78,12 @@ def test_it_is_refused_before_training_on_every_rank(results, index):
     for r in results[0](f"refused-{index}"):
         assert r["message"] is not None and "\n" not in r["message"]
         assert any(expected in r["message"] for expected in REFUSED[index][1].split("|"))
+
+
+def test_only_the_stage_that_holds_the_head_leaves_it_out(results):
+    """Stage 0 ends in a block, stage 1 in the output head, and neither sees the other."""
+    rotated = [r["rotated"] for r in results[0]("with-head")]
+    assert rotated == [[f"{i}.{layer}.weight" for i in stage for layer in ("up", "down")] for stage in ((0, 1, 2), (3,))]
 
 
 def test_a_log_line_counts_what_is_rotated(results):

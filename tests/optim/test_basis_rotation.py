@@ -2,12 +2,15 @@
 
 import copy
 import io
+import math
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
 from ds_basisrot import BasisRotation, param_groups
+from ds_basisrot.optim import eigenbasis
 
 
 def model(dtype=torch.float32):
@@ -49,6 +52,17 @@ def test_a_run_resumed_from_its_state_dict_is_bitwise_the_run_that_went_on(dtype
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(resumed.state[b][key])), key
             if torch.is_tensor(value):
                 assert value.dtype == resumed.state[b][key].dtype == torch.float32
+
+
+def test_a_copied_or_pickled_optimizer_goes_on_like_the_original():
+    one = model()
+    optimizer = BasisRotation(param_groups(one), refresh_period=3)
+    train(one, optimizer, 4)
+    pairs = [copy.deepcopy((one, optimizer)), pickle.loads(pickle.dumps((one, optimizer)))]
+    train(one, optimizer, 4, first=4)
+    for other, its in pairs:
+        train(other, its, 4, first=4)
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters()))
 
 
 def test_a_loaded_state_is_a_copy():
@@ -204,3 +218,44 @@ def test_the_plain_loop_of_the_documentation_learns():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.parametrize("function", ["power_step", "cold_start"])
+def test_a_failed_decomposition_keeps_the_last_good_basis_and_the_third_in_a_row_is_an_error(function, monkeypatch, caplog):
+    parameter = nn.Parameter(torch.zeros(4, 6))
+    optimizer = BasisRotation([("layer.weight", parameter)], refresh_period=2, stagger=False)
+
+    def fail(*_):
+        raise torch.linalg.LinAlgError("did not converge")
+
+    if function == "cold_start":
+        monkeypatch.setattr(eigenbasis, "cold_start", fail)
+    monkeypatch.setattr(eigenbasis, "power_step", fail)
+    failures = 0
+    for update in range(1, 9):
+        parameter.grad = torch.randn(4, 6)
+        failures += update % 2 == 0 or (update == 1 and function == "cold_start")
+        if failures == 3:
+            with pytest.raises(RuntimeError, match=r"basis of layer.weight \[4, 6\] could not be refreshed 3 times in a row"):
+                optimizer.step()
+            break
+        optimizer.step()
+        basis = optimizer.state[parameter]["left_basis"]
+        torch.testing.assert_close(basis.T @ basis, torch.eye(4), rtol=0, atol=1e-6)
+        assert parameter.isfinite().all()
+    assert failures == 3 and "did not converge" in caplog.text
+
+
+def test_a_basis_that_is_not_finite_counts_as_failed(monkeypatch):
+    parameter = nn.Parameter(torch.zeros(4, 6))
+    optimizer = BasisRotation([parameter], refresh_period=2, stagger=False)
+    original = eigenbasis.power_step
+    for update in range(1, 7):
+        broken = update == 2
+        monkeypatch.setattr(
+            eigenbasis, "power_step", lambda c, q, d, broken=broken: (q * math.nan, q[0].argsort()) if broken else original(c, q, d)
+        )
+        parameter.grad = torch.randn(4, 6)
+        optimizer.step()
+        assert optimizer.state[parameter]["failed_refreshes"] == (update in (2, 3))
+    assert parameter.isfinite().all()
