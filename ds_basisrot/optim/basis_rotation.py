@@ -21,6 +21,7 @@ MOMENTUM, SECOND_MOMENT = "exp_avg", "exp_avg_sq"
 ROTATED_MOMENTUM, ROTATED_SECOND_MOMENT = "rotated_exp_avg", "rotated_exp_avg_sq"
 LEFT_BASIS, RIGHT_BASIS = "left_basis", "right_basis"
 LEFT_COVARIANCE, RIGHT_COVARIANCE = "left_covariance", "right_covariance"
+SIDES = ((LEFT_BASIS, LEFT_COVARIANCE), (RIGHT_BASIS, RIGHT_COVARIANCE))
 
 # What a checkpoint restores in a group, as in every torch optimizer; all other options stay as configured.
 RESTORED_OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
@@ -285,7 +286,7 @@ def _new_state(p: Tensor, group: dict, role: _Role, size: float, meta: bool = Fa
     if not role.rotated:
         return state
     state[FAILED_REFRESHES] = 0
-    for rotated, side, basis, covariance in zip(role.sides, p.shape[-2:], (LEFT_BASIS, RIGHT_BASIS), (LEFT_COVARIANCE, RIGHT_COVARIANCE)):
+    for rotated, side, (basis, covariance) in zip(role.sides, p.shape[-2:], SIDES):
         if rotated:
             shape = (*p.shape[:-2], side, side)
             state[basis] = torch.eye(side, device=device).expand(shape).clone()
@@ -344,27 +345,22 @@ def _set_bases(state: dict, left: Tensor | None, right: Tensor | None) -> None:
 def _refresh(state: dict, group: dict) -> None:
     """A new basis from the covariances or the momentum; the momentum is re-expressed in it, the second moment follows its columns."""
     momentum = _rotate_back(state[ROTATED_MOMENTUM], state)
-    left, right = state.get(LEFT_BASIS), state.get(RIGHT_BASIS)
-    order_left = order_right = None
-    damping = group["covariance_damping"]
-    if group["source"] == "second_order":
-        if left is not None:
-            left, order_left = eigenbasis.power_step(state[LEFT_COVARIANCE], left, damping)
-        if right is not None:
-            right, order_right = eigenbasis.power_step(state[RIGHT_COVARIANCE], right, damping)
-    elif left is not None and right is not None:
-        left, right, order_left, order_right = eigenbasis.cross_power_step(momentum, left, right, damping)
-    elif left is not None:
-        left, order_left = eigenbasis.power_step_of_momentum(momentum, left, True, damping)
-    else:
-        right, order_right = eigenbasis.power_step_of_momentum(momentum, right, False, damping)
-
-    _set_bases(state, left, right)
+    damping, orders = group["covariance_damping"], []
+    bases = []
+    for left, (basis, covariance) in zip((True, False), SIDES):
+        if basis not in state:
+            fresh, order = None, None
+        elif group["source"] == "second_order":
+            fresh, order = eigenbasis.power_step(state[covariance], state[basis], damping)
+        else:
+            fresh, order = eigenbasis.power_step_of_momentum(momentum, state[basis], left, damping)
+        bases.append(fresh)
+        orders.append(order)
+    _set_bases(state, *bases)
     second_moment = state[ROTATED_SECOND_MOMENT]
-    if order_left is not None:
-        second_moment.copy_(eigenbasis.gather_rows(second_moment, order_left))
-    if order_right is not None:
-        second_moment.copy_(eigenbasis.gather_columns(second_moment, order_right))
+    for order, gather in zip(orders, (eigenbasis.gather_rows, eigenbasis.gather_columns)):
+        if order is not None:
+            second_moment.copy_(gather(second_moment, order))
     state[ROTATED_MOMENTUM].copy_(_rotate(momentum, state))
 
 

@@ -37,38 +37,37 @@ def cold_start(
 ) -> tuple[Tensor | None, Tensor | None]:
     """First basis: the singular vectors of the first gradient `[..., m, n]`, which diagonalise G G^T and G^T G alike.
 
-    Computed in float64. Directions that hold only rounding noise of `gradient_dtype` are replaced by a completion that depends on the
-    spanned subspace alone, so that rounding never picks the basis. Returns float32 (U or None, V or None).
+    From the eigenvectors of the smaller of the two in float64, whose squared singular values are exact far below `NULL_TOLERANCE`.
+    Directions that hold only rounding noise of `gradient_dtype` are replaced by a completion that depends on the spanned subspace alone,
+    so that rounding never picks the basis. Returns float32 (U or None, V or None).
 
     Raises:
         torch.linalg.LinAlgError: the decomposition did not converge.
     """
-    shape = gradient.shape
-    matrices = gradient.reshape(-1, *shape[-2:]).double()
+    m, n = gradient.shape[-2:]
     tolerance = max(NULL_TOLERANCE, 2 * torch.finfo(gradient_dtype).eps)
-    left_bases, right_bases = [], []
-    for matrix in matrices:
-        u, s, vh = torch.linalg.svd(matrix, full_matrices=True)
-        rank = int((s > tolerance * s[0]).sum())
-        if left:
-            left_bases.append(_complete(u, rank))
-        if right:
-            right_bases.append(_complete(vh.mT, rank))
-
-    def stack(bases: list[Tensor]) -> Tensor | None:
-        return torch.stack(bases).reshape(*shape[:-2], *bases[0].shape).float() if bases else None
-
-    return stack(left_bases), stack(right_bases)
+    bases: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for matrix in gradient.reshape(-1, m, n).double():
+        factor = matrix if m <= n else matrix.mT
+        squares, vectors = torch.linalg.eigh(factor @ factor.mT)
+        squares, vectors = squares.flip(-1), vectors.flip(-1)
+        vectors = vectors[:, squares > tolerance**2 * squares[0]]
+        for on_small_side, side, wanted in ((m <= n, bases[0], left), (m > n, bases[1], right)):
+            if wanted:
+                side.append(_complete(vectors if on_small_side else orthonormalise(factor.mT @ vectors)))
+    shape = gradient.shape[:-2]
+    return tuple(torch.stack(side).reshape(*shape, *side[0].shape).float() if side else None for side in bases)
 
 
-def _complete(basis: Tensor, rank: int) -> Tensor:
-    """Replace columns `rank:` of an orthogonal `[k, k]` by a frame fixed by their span: a constant random one, projected on it."""
-    side = basis.shape[-1]
-    if rank >= side:
-        return basis
-    null = basis[:, rank:]
-    frame = torch.randn(side, side - rank, generator=torch.Generator().manual_seed(side), dtype=basis.dtype).to(basis.device)
-    return torch.cat([basis[:, :rank], null @ orthonormalise(null.mT @ frame)], dim=-1)
+def _complete(columns: Tensor) -> Tensor:
+    """`[k, rank]` orthonormal columns and, after them, a fixed random frame projected on what they leave out: `[k, k]`."""
+    side, rank = columns.shape
+    if rank == side:
+        return columns
+    frame = torch.randn(side, side - rank, generator=torch.Generator().manual_seed(side), dtype=columns.dtype).to(columns.device)
+    for _ in range(2):  # twice is enough for orthogonality
+        frame = orthonormalise(frame - columns @ (columns.mT @ frame))
+    return torch.cat([columns, frame], dim=-1)
 
 
 def orthonormalise(a: Tensor) -> Tensor:
@@ -87,10 +86,6 @@ def gather_rows(matrix: Tensor, order: Tensor) -> Tensor:
     return matrix.gather(-2, order.unsqueeze(-1).expand(*order.shape, matrix.shape[-1]))
 
 
-def _descending(scores: Tensor) -> Tensor:
-    return torch.argsort(scores, dim=-1, descending=True, stable=True)
-
-
 def power_step(covariance: Tensor, basis: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """One power iteration and QR: order the columns by their Rayleigh quotients, then basis <- qr((C + damping * mean(diag C) * I) basis).
 
@@ -100,35 +95,17 @@ def power_step(covariance: Tensor, basis: Tensor, damping: float) -> tuple[Tenso
 
 
 def power_step_of_momentum(momentum: Tensor, basis: Tensor, left: bool, damping: float) -> tuple[Tensor, Tensor]:
-    """`power_step` for one side with M M^T (left) or M^T M (right) in place of the covariance, never formed."""
+    """`power_step` for one side with M M^T (left) or M^T M (right) in place of the covariance, never formed.
+
+    The paper's bilateral form, U <- qr(M V) and V <- qr(M^T U), has the same fixed points, but presumes that equal columns of U and V are
+    partners. Each side by itself needs no partner: the second moment follows its own columns, and damping keeps directions in place.
+    """
     factor = momentum if left else momentum.mT
     mean_eigenvalue = factor.square().sum((-2, -1)) / factor.shape[-2]
     return _ordered_power_step(factor @ (factor.mT @ basis), mean_eigenvalue, basis, damping)
 
 
 def _ordered_power_step(image: Tensor, mean_eigenvalue: Tensor, basis: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    order = _descending((basis * image).sum(-2))
+    order = torch.argsort((basis * image).sum(-2), dim=-1, descending=True, stable=True)
     shift = (damping * mean_eigenvalue + SMALLEST_SHIFT)[..., None, None]
     return orthonormalise(gather_columns(image + shift * basis, order)), order
-
-
-def cross_power_step(momentum: Tensor, u: Tensor, v: Tensor, damping: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """First order, bilateral: U <- qr(M V), V <- qr(M^T U_old), columns ordered by the norms of M V and M^T U_old.
-
-    Only the first min(m, n) columns of U and V are paired and re-ordered; the others span a null space of M and keep their place.
-    Returns (U, V, order of U's old columns, order of V's old columns).
-    """
-    paired = min(momentum.shape[-2:])
-    shift = damping**0.5 * (momentum.square().sum((-2, -1), keepdim=True) / paired).sqrt() + SMALLEST_SHIFT
-    new_u, order_u = _cross_side((momentum @ v)[..., :paired], u, shift)
-    new_v, order_v = _cross_side((momentum.mT @ u)[..., :paired], v, shift)
-    return new_u, new_v, order_u, order_v
-
-
-def _cross_side(image: Tensor, basis: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    paired, side = image.shape[-1], basis.shape[-1]
-    old, rest = basis[..., :paired], basis[..., paired:]
-    order = _descending(image.square().sum(-2))
-    columns = torch.cat([gather_columns(image + shift * old, order), rest], dim=-1)
-    kept = torch.arange(paired, side, device=basis.device).expand(*order.shape[:-1], side - paired)
-    return orthonormalise(columns), torch.cat([order, kept], dim=-1)

@@ -74,14 +74,6 @@ class ReferenceMatrix:
         return x
 
     def _refresh(self):
-        if self.source == "first_order" and self.geometry == "bilateral":
-            old_u, old_v, paired = self.U, self.V, min(self.M.shape)
-            shift = math.sqrt(self.damping) * self.M.norm() / math.sqrt(paired)
-            self.U, order = self._cross((self.M @ old_v)[:, :paired], old_u, shift)
-            self.S = self.S[order]
-            self.V, order = self._cross((self.M.T @ old_u)[:, :paired], old_v, shift)
-            self.S = self.S[:, order]
-            return
         left, right = (self.L, self.R) if self.source == "second_order" else (self.M @ self.M.T, self.M.T @ self.M)
         if self.left:
             self.U, order = self._power_step(left, self.U)
@@ -94,13 +86,6 @@ class ReferenceMatrix:
         order = by_descending((basis.T @ covariance @ basis).diagonal())
         damped = covariance + self.damping * covariance.diagonal().mean() * torch.eye(len(covariance), dtype=torch.float64)
         return gram_schmidt(damped @ basis[:, order]), order
-
-    @staticmethod
-    def _cross(image, old, shift):
-        paired = image.shape[1]
-        order = by_descending(image.norm(dim=0))
-        columns = torch.cat([image[:, order] + shift * old[:, order], old[:, paired:]], dim=1)
-        return gram_schmidt(columns), torch.cat([order, torch.arange(paired, len(old))])
 
 
 def by_descending(scores):

@@ -9,8 +9,22 @@ from reference import ReferenceMatrix
 from ds_basisrot import BasisRotation
 
 VARIANTS = list(itertools.product(("second_order", "first_order"), ("bilateral", "unilateral")))
-# Without damping a refresh is only well defined when the gradients since the last one span both sides.
-CASES = [(shape, 0.01) for shape in ((7, 7), (5, 11), (11, 5), (1, 6), (6, 1))] + [(shape, 0.0) for shape in ((7, 7), (5, 11), (11, 5))]
+SHAPES = [(7, 7), (5, 11), (11, 5), (1, 6), (6, 1)]
+
+
+def well_defined(source, geometry, shape, damping):
+    """Without damping a refresh is well defined only where its covariance has full rank."""
+    spans = geometry == "unilateral" or shape[0] == shape[1] or (source == "second_order" and 1 not in shape)
+    return damping > 0 or spans
+
+
+CASES = [
+    (*variant, shape, damping)
+    for variant in VARIANTS
+    for shape in SHAPES
+    for damping in (0.01, 0.0)
+    if well_defined(*variant, shape, damping)
+]
 
 
 def gradients(shape, updates, seed=0):
@@ -22,8 +36,7 @@ def gradients(shape, updates, seed=0):
         yield left @ (scale * torch.randn(shape, generator=generator)) @ right.T + 0.1 * torch.randn(shape, generator=generator)
 
 
-@pytest.mark.parametrize("source, geometry", VARIANTS)
-@pytest.mark.parametrize("shape, damping", CASES, ids=str)
+@pytest.mark.parametrize("source, geometry, shape, damping", CASES, ids=str)
 def test_weights_follow_the_twin(source, geometry, shape, damping):
     config = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.98), "source": source, "geometry": geometry, "refresh_period": 4}
     config |= {"noise_floor": 1e-2, "covariance_damping": damping}

@@ -1,11 +1,14 @@
 """The right behaviour where the authors' released optimizer is known to go wrong, one test for each flaw."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 from ds_basisrot import BasisRotation, param_groups
 from ds_basisrot.optim import eigenbasis
+from ds_basisrot.optim.basis_rotation import _refresh
 from ds_basisrot.optim.routing import route
 
 
@@ -55,8 +58,6 @@ def test_first_order_unilateral_refresh_moves_the_second_moment_along_the_rotate
         "rotated_exp_avg_sq": second_moment.clone(),
         "left_basis" if axis == 0 else "right_basis": basis.clone(),
     }
-    from ds_basisrot.optim.basis_rotation import _refresh
-
     _refresh(state, {"source": "first_order", "covariance_damping": 0.0})
     assert torch.equal(state["rotated_exp_avg_sq"], second_moment.index_select(axis, order))
 
@@ -136,7 +137,7 @@ def test_rounding_noise_in_the_gradients_stays_rounding_noise_in_the_weights(sou
             optimizer.step()
         moved.append(torch.cat([(p.detach() - start).flatten() for p, start in rotated]))
     change = ((moved[0] - moved[1]).norm() / moved[0].norm()).item()
-    assert change <= {"second_order": 5e-4, "first_order": 2e-3}[source]
+    assert change <= 5e-4
 
 
 def test_bfloat16_parameters_train_with_float32_states():
@@ -211,14 +212,22 @@ def test_first_order_bilateral_refresh_moves_each_axis_of_the_second_moment_with
     """Singular values that cross: the row (column) of the second moment stays with the singular vector it belongs to."""
     k = min(shape)
     left, right = (torch.linalg.qr(torch.randn(s, s)).Q for s in shape)
-    values = torch.arange(k, 0, -1.0)
-    crossed = values[torch.randperm(k)]
+    crossed = torch.arange(k, 0, -1.0)[torch.randperm(k)]
     momentum = left[:, :k] @ torch.diag(crossed) @ right[:, :k].T
-    u, v, order_u, order_v = eigenbasis.cross_power_step(momentum, left, right, 0.0)
-    for new, old, order in ((u, left, order_u), (v, right, order_v)):
-        alignment = (new * old[:, order]).sum(0).abs()
-        torch.testing.assert_close(alignment, torch.ones_like(alignment), rtol=0, atol=1e-4)
-    assert order_u[:k].tolist() == torch.argsort(crossed, descending=True).tolist()
+    before = torch.rand(shape)
+    state = {
+        "rotated_exp_avg": left.T @ momentum @ right,
+        "rotated_exp_avg_sq": before.clone(),
+        "left_basis": left.clone(),
+        "right_basis": right.clone(),
+    }
+    _refresh(state, {"source": "first_order", "covariance_damping": 0.01})
+    after = state["rotated_exp_avg_sq"]
+    rows, columns = ((state[f"{side}_basis"].T @ old).abs() for side, old in (("left", left), ("right", right)))
+    torch.testing.assert_close(rows[:k].amax(1), torch.ones(k), rtol=0, atol=1e-4)  # each new vector is an old one
+    for i, j in itertools.product(range(shape[0]), range(shape[1])):
+        assert after[i, j] == before[rows[i].argmax(), columns[j].argmax()]
+    assert rows[:k].argmax(1).tolist() == columns[:k].argmax(1).tolist() == torch.argsort(crossed, descending=True).tolist()
 
 
 def test_routing_does_not_look_for_substrings():
