@@ -60,7 +60,7 @@ def read(name: str) -> str:
 setup(
     name="ds_basisrot",
     version=re.search(r'^__version__ = "(.+)"$', read("ds_basisrot/__init__.py"), re.MULTILINE).group(1),
-    description="Pipelines without flushes, and Adam in a rotated basis that tolerates their staleness, for DeepSpeed and Megatron",
+    description="Pipelines without flushes, and Adam in a rotated basis that tolerates their staleness, for DeepSpeed",
     long_description=read("README.md"),
     long_description_content_type="text/markdown",
     author="the ds_basisrot authors",

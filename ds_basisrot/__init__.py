@@ -1,4 +1,4 @@
-"""Adam in a rotated basis and asynchronous pipelines for DeepSpeed and Megatron; the public names are loaded when first used.
+"""Adam in a rotated basis and asynchronous pipelines for DeepSpeed; the public names are loaded when first used.
 
 Importing this package explicitly always activates it, whatever `DS_BASISROT_AUTOLOAD` says: that variable only switches off what
 PyTorch's autoload does unasked. The import itself is cheap and does not import torch.

@@ -1,6 +1,7 @@
 """`ds-basisrot`: one command, one file of this folder for each subcommand."""
 
 import argparse
+import os
 import sys
 
 from ds_basisrot import __version__
@@ -30,6 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except CommandError as error:
         print(f"ds-basisrot {options.command}: error: {error}", file=sys.stderr)
         return 2

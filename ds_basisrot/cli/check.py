@@ -44,5 +44,5 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict:
     if len(result) < len(pairs):
         keys = [key for key, _ in pairs]
         repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {repeated!r} stands there twice; keep one")
+        raise ValueError(f"the key {repeated!r} appears twice; keep one")
     return result

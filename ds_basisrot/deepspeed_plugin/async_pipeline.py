@@ -139,8 +139,10 @@ class AsyncPipeline:
         self.drain()
         self._kept.clear()
         load = self._original["load_checkpoint"]
+        arguments = inspect.signature(load).bind(*args, **kwargs).arguments
+        checkpoint.check(self.engine, arguments["load_dir"], arguments.get("tag"))
         path, client_state = load(*args, **kwargs)
-        if path is not None and not inspect.signature(load).bind(*args, **kwargs).arguments.get("load_module_only", False):
+        if path is not None and not arguments.get("load_module_only", False):
             self.trained = checkpoint.load(self.engine, path)
         return path, client_state
 

@@ -1,5 +1,6 @@
 """What an asynchronous pipeline adds to a DeepSpeed checkpoint: microbatches trained and the random states, one file for each rank."""
 
+import glob
 import json
 import os
 from typing import Any
@@ -12,11 +13,12 @@ from .config import ConfigError
 from .log import log
 
 FORMAT = 1
+PREFIX = "async_pipeline-"
 
 
 def _path(engine: Any, folder: str) -> str:
     grid = engine.grid
-    name = f"async_pipeline-stage_{grid.get_stage_id():03d}-replica_{grid.get_data_parallel_id():03d}.safetensors"
+    name = f"{PREFIX}stage_{grid.get_stage_id():03d}-replica_{grid.get_data_parallel_id():03d}.safetensors"
     return os.path.join(folder, name)
 
 
@@ -37,14 +39,35 @@ def save(engine: Any, save_dir: str, tag: str, trained: int) -> None:
     os.replace(partial, _path(engine, folder))
 
 
+def check(engine: Any, load_dir: str, tag: str | None) -> None:
+    """Refuse a checkpoint of another number of stages, before anything is loaded from it.
+
+    Raises:
+        ConfigError: the file is of another number of stages or of a later format.
+    """
+    if tag is None:
+        try:
+            with open(os.path.join(load_dir, "latest")) as file:
+                tag = file.read().strip()
+        except OSError:
+            return  # DeepSpeed says that there is none
+    folder = os.path.join(load_dir, str(tag))
+    path = next(iter(sorted(glob.glob(os.path.join(folder, PREFIX + "*.safetensors")))), None)
+    if path is None:
+        return
+    with safe_open(path, framework="pt") as file:
+        about = json.loads(file.metadata()["async_pipeline"])
+    if about["format"] > FORMAT:
+        raise ConfigError(f"{path}: format {about['format']} is newer than this ds_basisrot reads ({FORMAT}); update it")
+    if about["stages"] != engine.num_stages:
+        raise ConfigError(f"{folder}: saved with {about['stages']} stages, this run has {engine.num_stages}; resume with as many")
+
+
 def load(engine: Any, checkpoint_path: str) -> int:
     """Restore the random states from beside DeepSpeed's file `checkpoint_path`.
 
     Returns:
         Microbatches trained when it was saved.
-
-    Raises:
-        ConfigError: the file is of another number of stages or of a later format.
     """
     folder = checkpoint_path if os.path.isdir(checkpoint_path) else os.path.dirname(checkpoint_path)
     path = _path(engine, folder)
@@ -53,10 +76,6 @@ def load(engine: Any, checkpoint_path: str) -> int:
         return engine.global_steps * engine.micro_batches
     with safe_open(path, framework="pt") as file:
         about = json.loads(file.metadata()["async_pipeline"])
-        if about["format"] > FORMAT:
-            raise ConfigError(f"{path}: format {about['format']} is newer than this ds_basisrot reads ({FORMAT}); update it")
-        if about["stages"] != engine.num_stages:
-            raise ConfigError(f"{folder}: saved with {about['stages']} stages, this run has {engine.num_stages}; resume with as many")
         torch.set_rng_state(file.get_tensor("cpu_rng_state"))
         if "device_rng_state" in file.keys() and engine.device.type == "cuda":
             torch.cuda.set_rng_state(file.get_tensor("device_rng_state"), engine.device)

@@ -13,6 +13,16 @@ from ..optim.options import check_names, check_options, check_patterns, closest
 OPTIMIZER_TYPE = "BasisRotation"
 OPTIMIZER_PARAMS = [name for name in inspect.signature(BasisRotation).parameters if name != "params"]
 
+OPTIMIZER_KEYS = ("type", "params", "legacy_fusion")
+
+# What people bring along from other optimizers.
+NOT_OURS = {
+    "max_grad_norm": "set the top-level key gradient_clipping",
+    "torch_adam": "remove it",
+    "adam_w_mode": "remove it, weight decay is always decoupled",
+    "precondition_frequency": "the updates between refreshes are refresh_period",
+}
+
 # What DeepSpeed itself reads in "pipeline"; it accepts any other key without a word.
 DEEPSPEED_PIPELINE_KEYS = (
     "stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned", "use_reentrant",
@@ -84,13 +94,15 @@ def check_optimizer_type(optimizer_type: Any) -> None:
         raise ConfigError(f"optimizer.type: unknown {optimizer_type!r}; did you mean {OPTIMIZER_TYPE!r}?")
 
 
-def check_optimizer_params(params: Mapping[str, Any] | None) -> None:
+def check_optimizer_params(params: Mapping[str, Any]) -> None:
     """Check the "params" of a BasisRotation block.
 
     Raises:
         ConfigError: naming the parameter.
     """
-    params = params or {}
+    for name, instead in NOT_OURS.items():
+        if name in params:
+            raise ConfigError(f"optimizer.params.{name}: not a parameter of BasisRotation; {instead}")
     try:
         check_names(params, OPTIMIZER_PARAMS, "optimizer.params")
         check_options(params)
@@ -100,29 +112,33 @@ def check_optimizer_params(params: Mapping[str, Any] | None) -> None:
         raise ConfigError(message if message.startswith("optimizer.") else f"optimizer.params.{message}") from None
 
 
-def check_optimizer_setting(zero_stage: int, precision: str, offload: bool) -> None:
-    """Refuse what hands the optimizer flat slices of several matrices.
-
-    Args:
-        zero_stage: zero_optimization.stage.
-        precision: "fp32", "bf16" or "fp16".
-        offload: whether the optimizer's states are offloaded.
+def check_optimizer_setting(config: Mapping[str, Any]) -> None:
+    """Refuse what hands BasisRotation flat slices of several matrices.
 
     Raises:
         ConfigError: naming the key.
     """
-    if zero_stage > 0:
-        raise ConfigError(
-            f"zero_optimization.stage: BasisRotation needs whole matrices and ZeRO stage {zero_stage} hands it flat slices; set it to 0"
-        )
+    stage, precision, zero = _zero_stage(config), _precision(config), _block(config, "zero_optimization")
+    if stage > 0:
+        raise ConfigError(f"zero_optimization.stage: BasisRotation needs whole matrices and ZeRO {stage} hands it flat slices; set it to 0")
     if precision != "fp32":
         raise ConfigError(f"{precision}.enabled: BasisRotation runs in fp32 under DeepSpeed for now; set it to false")
-    if offload:
+    if zero.get("cpu_offload") or _block(zero, "offload_optimizer", "zero_optimization.").get("device", "none") != "none":
         raise ConfigError("zero_optimization.offload_optimizer: not supported with BasisRotation; remove it")
 
 
+def _check_async_setting(config: Mapping[str, Any]) -> None:
+    stage, precision, autocast = _zero_stage(config), _precision(config), _block(config, "torch_autocast")
+    if stage > 0:
+        raise ConfigError(f"zero_optimization.stage: async_1f1b runs with stage 0 for now, got {stage}; set it to 0")
+    if precision == "fp16":
+        raise ConfigError("fp16.enabled: async_1f1b cannot share a loss scale between stages; use bf16 or fp32")
+    if autocast.get("enabled") and "float16" == str(autocast.get("dtype")).removeprefix("torch."):
+        raise ConfigError("torch_autocast.dtype: async_1f1b cannot share a loss scale between stages; use bfloat16")
+
+
 def validate(config: Mapping[str, Any]) -> list[str]:
-    """Check a whole ds_config as far as it can be known without a model.
+    """Check a whole ds_config as far as it can be known without the model. A config that does not use us is left alone.
 
     Returns:
         Lines that say what will be active.
@@ -130,23 +146,50 @@ def validate(config: Mapping[str, Any]) -> list[str]:
     Raises:
         ConfigError: on the first fault.
     """
-    optimizer, zero, pipeline = (_block(config, name) for name in ("optimizer", "zero_optimization", "pipeline"))
-    precision = next((p for p in ("bf16", "fp16") if _block(config, p).get("enabled")), "fp32")
-    kind, stage = optimizer.get("type"), zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3):
-        raise ConfigError(f"zero_optimization.stage: must be 0, 1, 2 or 3, got {stage!r}")
-    options = pipeline_options(pipeline)
+    _check_misplaced(config)
+    optimizer, options = _block(config, "optimizer"), pipeline_options(_block(config, "pipeline"))
+    kind = optimizer.get("type")
     if is_basis_rotation(kind):
+        _check_keys(optimizer, OPTIMIZER_KEYS, "optimizer")
         check_optimizer_params(_block(optimizer, "params", "optimizer."))
-        check_optimizer_setting(stage, precision, bool(zero.get("offload_optimizer")))
+        check_optimizer_setting(config)
     else:
         check_optimizer_type(kind)
     if options.asynchronous:
-        check_async_setting(stage, precision)
+        _check_async_setting(config)
+        clipping = config.get("gradient_clipping", 0)
+        if isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or clipping < 0:
+            raise ConfigError(f"gradient_clipping: must be a number >= 0, got {clipping!r}")
     return [
-        f"optimizer: {OPTIMIZER_TYPE if is_basis_rotation(kind) else kind or 'none'}",
+        f"optimizer: {OPTIMIZER_TYPE if is_basis_rotation(kind) else kind or 'none here; the script must pass one'}",
         f"pipeline schedule: {options.schedule}" + (f", {describe_async(options)}" if options.asynchronous else " (DeepSpeed's own)"),
     ]
+
+
+def _check_misplaced(config: Mapping[str, Any]) -> None:
+    """Refuse our schedule in a place where nobody would read it."""
+    for name, block in [("", config), *((name, block) for name, block in config.items() if isinstance(block, Mapping))]:
+        if name != "pipeline" and block.get("schedule") == "async_1f1b":
+            where = f"{name}.schedule" if name else "schedule"
+            raise ConfigError(f'{where}: nothing reads "async_1f1b" there; it belongs into the block "pipeline"')
+
+
+def _check_keys(block: Mapping[str, Any], valid: tuple[str, ...], where: str) -> None:
+    try:
+        check_names(block, valid, where)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _zero_stage(config: Mapping[str, Any]) -> int:
+    stage = _block(config, "zero_optimization").get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"zero_optimization.stage: must be 0, 1, 2 or 3, got {stage!r}")
+    return int(stage)
+
+
+def _precision(config: Mapping[str, Any]) -> str:
+    return next((name for name in ("bf16", "fp16") if _block(config, name).get("enabled")), "fp32")
 
 
 def _block(config: Mapping[str, Any], name: str, where: str = "") -> Mapping[str, Any]:
@@ -157,18 +200,6 @@ def _block(config: Mapping[str, Any], name: str, where: str = "") -> Mapping[str
     if not isinstance(block, Mapping):
         raise ConfigError(f"{where}{name}: must be an object {{...}}, got {block!r}")
     return block
-
-
-def check_async_setting(zero_stage: int, precision: str) -> None:
-    """Refuse what the asynchronous schedule cannot run with.
-
-    Raises:
-        ConfigError: naming the key.
-    """
-    if zero_stage > 0:
-        raise ConfigError(f"zero_optimization.stage: async_1f1b runs with stage 0 for now, got {zero_stage}; set it to 0")
-    if precision == "fp16":
-        raise ConfigError("fp16.enabled: async_1f1b cannot share a loss scale between stages; use bf16 or fp32")
 
 
 def describe_async(options: PipelineOptions) -> str:

@@ -7,34 +7,25 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from torch import Tensor, nn
 
 from ..optim.basis_rotation import BasisRotation
-from ..optim.routing import describe, is_linear, route
+from ..optim.routing import describe, is_linear, pattern_matches, route
 from . import agreement
-from .config import ConfigError, check_optimizer_params, check_optimizer_setting
+from .config import ConfigError, check_optimizer_params
 from .log import log
-
-
-def check_engine(engine: Any) -> None:
-    """Refuse a setting that BasisRotation cannot train under, before anything is built.
-
-    Raises:
-        ConfigError: naming the JSON key.
-    """
-    precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
-    offload = engine.zero_offload_optimizer()
-    offloaded = offload is not None and getattr(offload, "device", "none") not in (None, "none")
-    check_optimizer_setting(int(engine.zero_optimization_stage()), precision, offloaded)
 
 
 def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) -> BasisRotation:
     """BasisRotation over `model_parameters` (tensors or groups, as given to deepspeed.initialize) with the JSON's `params`.
 
     Raises:
-        ConfigError: an illegal parameter, or nothing to rotate in the whole model.
+        ConfigError: an illegal parameter, a pattern that matches nothing, or nothing to rotate, in the whole model.
     """
     check_optimizer_params(params)
     params = dict(params)
     patterns = params.pop("rotate", None)
-    routes = route(engine.module, patterns, holds_output=_holds_output(engine.module))
+    try:
+        routes = route(engine.module, patterns, holds_output=_holds_output(engine.module))
+    except ValueError as error:
+        raise ConfigError(f"optimizer.params.{error}") from None
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
 
     def routed(group: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +38,11 @@ def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) 
     optimizer = BasisRotation([routed(g) for g in ([{"params": loose}] if loose else []) + [g for g in groups if g]], **params)
 
     rotated = sum(sum(group["rotate"]) for group in optimizer.param_groups)
-    total = agreement.agree(agreement.common_facts(engine._config._param_dict), {"rotated": rotated})
+    matches = pattern_matches(patterns, names.values())  # a stage sees only its part of the model, hence the sum over all ranks
+    total = agreement.agree(agreement.common_facts(engine._config._param_dict), {"rotated": rotated, **matches})
+    unmatched = next((pattern for pattern in matches if total[pattern] == 0), None)
+    if unmatched is not None:
+        raise ConfigError(f"optimizer.params.{unmatched} matches no parameter; in a pipeline, names begin with the number of the layer")
     if total["rotated"] == 0:
         raise ConfigError(
             f"optimizer.params.rotate: nothing would be rotated ({describe(routes)}); include matrices by pattern, or use AdamW"

@@ -7,7 +7,15 @@ from typing import Any
 
 from .. import _activation
 from . import private_names
-from .config import OPTIMIZER_TYPE, ConfigError, check_optimizer_params, check_optimizer_type, is_basis_rotation, pipeline_options
+from .config import (
+    OPTIMIZER_TYPE,
+    ConfigError,
+    check_optimizer_setting,
+    check_optimizer_type,
+    is_basis_rotation,
+    pipeline_options,
+    validate,
+)
 
 
 def patch_engine(module: ModuleType) -> None:
@@ -26,13 +34,10 @@ def patch_engine(module: ModuleType) -> None:
 
     @_wraps(cls, "_do_sanity_check")
     def _do_sanity_check(original, engine):
+        validate(engine._config._param_dict)
         _check_pipeline_engine_was_patched(engine)
-        if _uses_basis_rotation(engine):
-            from .optimizer import check_engine
-
-            if is_basis_rotation(engine.optimizer_name()):
-                check_optimizer_params(engine.optimizer_params())
-            check_engine(engine)
+        if type(engine.client_optimizer).__name__ == OPTIMIZER_TYPE:
+            check_optimizer_setting(engine._config._param_dict)
         return original(engine)
 
     @_wraps(cls, "_configure_basic_optimizer")
@@ -51,9 +56,10 @@ def patch_pipeline_engine(module: ModuleType) -> None:
     @_wraps(cls, "__init__")
     def __init__(original, engine, *args, **kwargs):
         arguments = _engine_arguments(module.DeepSpeedEngine, args, kwargs)
-        config = arguments.get("config_class")
-        options = pipeline_options(config._param_dict.get("pipeline") if config is not None else None)
+        config = getattr(arguments.get("config_class"), "_param_dict", {})
+        options = pipeline_options(config.get("pipeline"))
         if options.asynchronous:
+            validate(config)
             private_names.check(cls, private_names.PIPELINE_ENGINE, "PipelineEngine")
             from .refusals import check_before_build
 
@@ -86,10 +92,6 @@ def _wraps(cls: type, name: str) -> Any:
         return function
 
     return decorate
-
-
-def _uses_basis_rotation(engine: Any) -> bool:
-    return is_basis_rotation(engine.optimizer_name()) or type(engine.client_optimizer).__name__ == OPTIMIZER_TYPE
 
 
 def _engine_arguments(engine_class: type, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""What the asynchronous schedule refuses, before anything is built or trained."""
+"""What the asynchronous schedule refuses of a model, before the engine is built."""
 
 from typing import Any
 
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 
 from . import private_names
-from .config import ConfigError, check_async_setting, is_basis_rotation
+from .config import ConfigError
 
 
 def check_before_build(engine_class: type, arguments: dict[str, Any]) -> None:
@@ -18,8 +18,6 @@ def check_before_build(engine_class: type, arguments: dict[str, Any]) -> None:
     if engine_class.__name__ == "DualPipeVEngine":
         raise ConfigError("pipeline.schedule: async_1f1b does not go with DualPipeV; use PipelineModule, or remove the key")
     private_names.check(module, private_names.PIPELINE_MODULE, "PipelineModule")
-    precision = "bf16" if config.bfloat16_config.enabled else "fp16" if config.float16_config.enabled else "fp32"
-    check_async_setting(int(config.zero_optimization_stage), precision)
     _check_layers(module)
     if module._grid.get_slice_parallel_world_size() > 1:
         raise ConfigError("pipeline.schedule: async_1f1b does not go with tensor slicing in the topology yet; use pipe and data axes only")
@@ -29,10 +27,6 @@ def check_before_build(engine_class: type, arguments: dict[str, Any]) -> None:
         raise ConfigError("pipeline.schedule: async_1f1b does not carry get_additional_losses() yet; return None from it")
     if arguments.get("optimizer") is None and not config.optimizer_name:
         raise ConfigError("optimizer: async_1f1b trains, so it needs an optimizer; add an optimizer block to the JSON")
-    if config.torch_autocast_enabled and precision == "fp32" and "float16" == str(config.torch_autocast_dtype).removeprefix("torch."):
-        raise ConfigError("torch_autocast.dtype: async_1f1b cannot share a loss scale between stages; use bfloat16")
-    if precision == "bf16" and is_basis_rotation(config.optimizer_name):
-        raise ConfigError("bf16.enabled: BasisRotation runs in fp32 under DeepSpeed for now; set it to false")
 
 
 def _check_layers(module: PipelineModule) -> None:

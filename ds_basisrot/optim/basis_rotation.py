@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from . import eigenbasis, refresh
-from .options import check_options, check_patterns
-from .routing import named_rotation
+from .options import check_group_keys, check_options, check_patterns
+from .routing import check_patterns_match, named_rotation
 
 logger = logging.getLogger("ds_basisrot")
 
@@ -38,7 +38,7 @@ class BasisRotation(torch.optim.Optimizer):
     For a rotated weight W `[m, n]` with gradient G, momentum M' and second moment S in the basis U `[m, m]`, V `[n, n]`:
 
         G' = U^T G V;  M' <- b1 M' + (1-b1) G';  S <- b2 S + (1-b2) G'^2
-        W <- (1 - lr wd) W - lr sqrt(1-b2^t) / (1-b1^t) U ( M' / (sqrt(S) + eps) ) V^T
+        W <- (1 - lr wd) W - lr sqrt(1-b2^t) / (1-b1^t) U ( M' / max(sqrt(S) + eps, noise_floor RMS(sqrt(S))) ) V^T
 
     The first basis holds the singular vectors of the first gradient; every `refresh_period` updates one power iteration and QR follow the
     covariances (second order) or the momentum (first order). A stacked weight `[e, m, n]` is e matrices. Parameters that are not rotated
@@ -106,6 +106,7 @@ class BasisRotation(torch.optim.Optimizer):
         }  # fmt: skip
         check_options(defaults)
         super().__init__(params, defaults)
+        check_patterns_match(rotate, [name for group in self.param_groups for name in group.get("param_names", ())])
         if not any(any(group["rotate"]) or group["routed"] for group in self.param_groups):
             raise ValueError(
                 "nothing would be rotated: no parameter has two dimensions; pass whole matrices (not flattened partitions of them) "
@@ -125,6 +126,7 @@ class BasisRotation(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         check_options(group)
+        check_group_keys(group, self.defaults)
         group["routed"] = group["rotate"] is not None or bool(self._patterns)
         group["rotate"] = named_rotation(group["params"], group.get("param_names"), group["rotate"], self._patterns)
         self._plan = None

@@ -21,6 +21,19 @@ def check_names(given: Iterable[str], valid: Iterable[str], where: str) -> None:
             raise ValueError(f"{where}: unknown key {name!r}; {closest(name, valid)}")
 
 
+def check_group_keys(group: Mapping[str, Any], options: Iterable[str]) -> None:
+    """Refuse a key of a parameter group that is nearly an option; other strangers are the user's own, as in every torch optimizer.
+
+    Raises:
+        ValueError: with the option it is close to.
+    """
+    options = list(options)
+    for key in group:
+        match = difflib.get_close_matches(str(key), options, n=1, cutoff=0.8) if key not in (*options, "params", "param_names") else []
+        if match:
+            raise ValueError(f"parameter group: unknown key {key!r}; did you mean {match[0]!r}?")
+
+
 def closest(name: str, valid: list[str]) -> str:
     """'did you mean ...?' with the closest valid name, or the list of valid names when none is close."""
     match = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.6)

@@ -2,11 +2,13 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
+
+from .options import check_patterns
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,27 @@ def route(model: nn.Module, patterns: Mapping[str, Sequence[str]] | None = None,
             routes[name] = _by_pattern(name, parameter, patterns) or _by_module(module, parameter, embeddings, heads)
     first_names = dict(model.named_parameters())  # one name for a parameter that several modules share
     return {name: routes[name] for name in first_names if name in routes}
+
+
+def pattern_matches(patterns: Mapping[str, Sequence[str]] | None, names: Iterable[str]) -> dict[str, int]:
+    """How many of `names` each pattern matches, by "rotate.include: 'pattern'" or "rotate.exclude: 'pattern'"."""
+    names = list(names)
+    return {
+        f"rotate.{kind}: {pattern!r}": sum(fnmatchcase(name, pattern) for name in names)
+        for kind, listed in (patterns or {}).items()
+        for pattern in listed
+    }
+
+
+def check_patterns_match(patterns: Mapping[str, Sequence[str]] | None, names: Iterable[str]) -> None:
+    """Refuse a pattern that matches none of `names`.
+
+    Raises:
+        ValueError: naming the pattern.
+    """
+    for pattern, matches in pattern_matches(patterns, names).items():
+        if matches == 0:
+            raise ValueError(f"{pattern} matches no parameter; see the names in model.named_parameters()")
 
 
 def _by_pattern(name: str, parameter: Tensor, patterns: Mapping[str, Sequence[str]] | None) -> Route | None:
@@ -126,15 +149,18 @@ def param_groups(model: nn.Module, *, rotate: Mapping[str, Sequence[str]] | None
 
     Args:
         model: the model.
-        rotate: include and exclude patterns as in `route`.
-        holds_output: as in `route`.
+        rotate: {"include": [...], "exclude": [...]}, patterns as in `route`.
+        holds_output: False for a part of a model that ends before the output, such as a pipeline stage that is not the last.
 
     Returns:
         At most two groups of named parameters, the rotated ones and the rest, each with its `rotate` flag.
 
     Raises:
-        ValueError: nothing would be rotated.
+        ValueError: illegal patterns, a pattern that matches nothing, or nothing to rotate.
     """
+    check_patterns(rotate)
+    if holds_output:  # a pattern may be meant for another part
+        check_patterns_match(rotate, [name for name, _ in model.named_parameters()])
     routes, parameters = route(model, rotate, holds_output=holds_output), dict(model.named_parameters())
     groups = [
         {"params": [(name, parameters[name]) for name in routes if routes[name].rotate is flag], "rotate": flag} for flag in (True, False)

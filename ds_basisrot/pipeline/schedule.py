@@ -72,6 +72,8 @@ class AsyncSchedule:
             first: first microbatch whose backward belongs to this call.
             filled: whether the pipeline is full; False for the first call and after a cut, which fill it.
         """
+        if not 0 <= stage < self.stages:
+            raise ScheduleError(f"stage: must be 0 to {self.stages - 1}, got {stage}")
         tau, end = staleness(stage, self.stages), first + self.accumulation
         actions: list[Action] = []
 
@@ -117,6 +119,8 @@ class AsyncSchedule:
 
     def format(self, calls: int = 2) -> str:
         """The first `calls` calls as text: one row per stage, one column per time slot (a forward and a backward take one slot each)."""
+        if calls < 1:
+            raise ScheduleError(f"calls: must be >= 1, got {calls}")
         runs = per_stage_calls(self, calls)
         slots = validate(runs)
         last_of_update = {call[-1].microbatch for call in runs[0]}

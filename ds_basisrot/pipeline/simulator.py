@@ -37,6 +37,8 @@ class PipelineSimulator:
         max_grad_norm: float = 0.0,
         lr_schedulers: Iterable[Any] = (),
     ):
+        if accumulation < 1:
+            raise ValueError(f"accumulation: must be >= 1, got {accumulation}")
         if len(stages) != len(optimizers):
             raise ValueError(f"stages and optimizers: one optimizer per stage, got {len(stages)} and {len(optimizers)}")
         self.stages, self.optimizers, self.loss_fn = list(stages), list(optimizers), loss_fn

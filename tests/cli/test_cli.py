@@ -66,7 +66,7 @@ BAD_FILES = {
     "not JSON": (b"{", "is not valid JSON"),
     "not text": (b"\xff\xfe\x00", "is not valid JSON"),
     "no object": (b"[]", "must hold a JSON object"),
-    "a key twice": (b'{"pipeline": {"stages": 1, "stages": 2}}', "'stages' stands there twice"),
+    "a key twice": (b'{"pipeline": {"stages": 1, "stages": 2}}', "'stages' appears twice"),
 }
 
 

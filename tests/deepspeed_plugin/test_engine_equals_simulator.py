@@ -33,13 +33,14 @@ DROPOUT = [
 REPLICATED = [{**case, "name": "replicated-" + case["name"], "stages": 2} for case in (*MATRIX[1::3], *MORE)]
 ONE_STAGE = {"name": "one-stage", "stages": 1, "optimizer": "BasisRotation", "gas": 2}
 OTHERS = [{"name": "bf16", "bf16": True}, {"name": "bf16-clipped", "bf16": True, "clip": 0.05, "gas": 2}]
+OTHER_STAGES = {"name": "other-stages", "stages": 2, "optimizer": "BasisRotation", "load": "saved", "refused": True}
 SYNCHRONOUS = {"name": "synchronous", "schedule": "1f1b", "optimizer": "BasisRotation", "gas": 4}
 
 JOBS = {
     2: [*MATRIX, *MORE, RESUMED, *DROPOUT, ONE_STAGE, SYNCHRONOUS],
-    4: [*MATRIX, *MORE, RESUMED, *DROPOUT, *OTHERS, *REPLICATED],
+    4: [*MATRIX, *MORE, RESUMED, *DROPOUT, *OTHERS, *REPLICATED, OTHER_STAGES],
 }
-COMPARED = [(n, case) for n in JOBS for case in JOBS[n] if case not in (RESUMED, SYNCHRONOUS, *DROPOUT, *OTHERS)]
+COMPARED = [(n, case) for n in JOBS for case in JOBS[n] if case not in (RESUMED, OTHER_STAGES, SYNCHRONOUS, *DROPOUT, *OTHERS)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,6 +86,11 @@ def test_a_resumed_run_is_bitwise_the_run_that_saved_and_went_on(results, proces
     assert [(r["global_steps"], r["global_samples"], r["trained"]) for r in before] == [
         (r["global_steps"], r["global_samples"], r["trained"]) for r in after
     ]
+
+
+def test_a_checkpoint_of_another_number_of_stages_is_refused(results):
+    for r in results(4, "other-stages"):
+        assert "saved with 4 stages, this run has 2; resume with as many" in r["message"]
 
 
 @pytest.mark.parametrize("processes", JOBS)

@@ -25,10 +25,18 @@ REFUSED = [
     ({"optimizer": "BasisRotation", "config": {"optimizer.type": "BasisRotatoin"}}, "did you mean 'BasisRotation'?"),
     ({"optimizer": "BasisRotation", "bf16": True}, "bf16.enabled: BasisRotation runs in fp32"),
     ({"optimizer": "BasisRotation", "config": {"optimizer.params.rotate": {"exclude": ["*"]}}}, "nothing would be rotated"),
+    (
+        {"optimizer": "BasisRotation", "config": {"optimizer.params.rotate": {"exclude": ["0.*", "x.*"]}}},
+        "rotate.exclude: 'x.*' matches no",
+    ),
+    (
+        {"optimizer": "BasisRotation", "config": {"optimizer.params.rotate": {"include": ["*.bias"]}}},
+        "optimizer.params.rotate.include: '*.bias'",
+    ),
     ({"layers": 1}, "stage 0 of 2 would hold no layer (1 layers in all)|stage 1 of 2 would hold no layer (1 layers in all)"),
     ({"tied": True}, "cannot train layers tied across stages (shared)"),
-    ({"pipeline": False, "optimizer": "BasisRotation", "config": {"zero_optimization.stage": 1}}, "ZeRO stage 1 hands it flat slices"),
-    ({"pipeline": False, "optimizer": "BasisRotation", "config": {"zero_optimization.stage": 3}}, "ZeRO stage 3 hands it flat slices"),
+    ({"pipeline": False, "optimizer": "BasisRotation", "config": {"zero_optimization.stage": 1}}, "ZeRO 1 hands it flat slices"),
+    ({"pipeline": False, "optimizer": "BasisRotation", "config": {"zero_optimization.stage": 3}}, "ZeRO 3 hands it flat slices"),
     ({"pipeline": False, "optimizer": "BasisRotation", "bf16": True}, "bf16.enabled: BasisRotation runs in fp32"),
     (
         {"config_of_rank_1": {"pipeline.weight_stashing": False}},

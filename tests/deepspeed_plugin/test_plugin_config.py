@@ -15,6 +15,10 @@ def optimizer(**params):
     return {"type": "BasisRotation", "params": {**OPTIMIZER["params"], **params}}
 
 
+def test_a_config_that_does_not_use_us_is_left_alone():
+    validate({"optimizer": {"type": "AdamW", "params": {"nonsense": 1}}, "zero_optimization": {"stage": "2"}, "pipeline": {"stages": 2}})
+
+
 @pytest.mark.parametrize("name", ["BasisRotation", "basisrotation", "BASISROTATION"])
 def test_any_letter_case_is_ours(name):
     assert validate(config(optimizer={**OPTIMIZER, "type": name}))[0] == "optimizer: BasisRotation"
@@ -54,6 +58,24 @@ def test_deepspeed_s_own_pipeline_keys_and_strangers_are_left_alone():
         ({"pipeline": {"schedule": "async_1f1b", "clip_scope": "global"}}, "pipeline.clip_scope: must be 'stage', got 'global'"),
         ({"optimizer": "BasisRotation"}, "optimizer: must be an object {...}, got 'BasisRotation'"),
         ({"optimizer": {"type": "BasisRotation", "params": [1]}}, "optimizer.params: must be an object {...}, got [1]"),
+        (
+            {"optimizer": optimizer(max_grad_norm=1.0)},
+            "optimizer.params.max_grad_norm: not a parameter of BasisRotation; set the top-level",
+        ),
+        ({"optimizer": optimizer(torch_adam=True)}, "optimizer.params.torch_adam: not a parameter of BasisRotation; remove it"),
+        ({"optimizer": {"type": "BasisRotation", "param": {"lr": 1}}}, "optimizer: unknown key 'param'; did you mean 'params'?"),
+        (
+            {"pipline": {"schedule": "async_1f1b"}},
+            'pipline.schedule: nothing reads "async_1f1b" there; it belongs into the block "pipeline"',
+        ),
+        ({"optimizer": {"type": "SGD", "schedule": "async_1f1b"}}, "optimizer.schedule: nothing reads"),
+        ({"schedule": "async_1f1b"}, "schedule: nothing reads"),
+        ({"gradient_clipping": "1.0"}, "gradient_clipping: must be a number >= 0, got '1.0'"),
+        (
+            {"optimizer": {"type": "SGD"}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
+            "torch_autocast.dtype: async_1f1b cannot",
+        ),
+        ({"fp16": {"enabled": True}}, "fp16.enabled: BasisRotation runs in fp32"),
         ({"zero_optimization": {"stage": "two"}}, "zero_optimization.stage: must be 0, 1, 2 or 3, got 'two'"),
         ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage: BasisRotation needs whole matrices"),
         ({"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}, "zero_optimization.stage: async_1f1b runs with stage 0"),

@@ -204,6 +204,13 @@ def test_an_illegal_option_is_named(options, message):
         BasisRotation([nn.Parameter(torch.zeros(2, 2))], **options)
 
 
+def test_a_misspelt_option_of_a_group_is_named_and_the_user_s_own_keys_are_kept():
+    p = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="parameter group: unknown key 'refresh_perid'; did you mean 'refresh_period'?"):
+        BasisRotation([{"params": [p], "refresh_perid": 3}])
+    assert BasisRotation([{"params": [p], "name": "matrices"}]).param_groups[0]["name"] == "matrices"
+
+
 def test_the_plain_loop_of_the_documentation_learns():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))

@@ -107,6 +107,27 @@ def test_patterns_win_over_modules_and_exclude_over_include():
     assert rotated(LanguageModel(), patterns=patterns) == {f"blocks.{i}.up.weight" for i in range(3)} | {"positions"}
 
 
+@pytest.mark.parametrize(
+    "rotate, message",
+    [
+        ({"excludes": ["x"]}, "rotate: must be"),
+        ({"exclude": "0.*"}, "rotate: must be"),
+        (["0.*"], "rotate: must be"),
+        ({"exclude": ["*.nonexistent"]}, r"rotate.exclude: '\*.nonexistent' matches no parameter"),
+    ],
+)
+def test_wrong_patterns_are_refused(rotate, message):
+    model = LanguageModel()
+    with pytest.raises(ValueError, match=message):
+        param_groups(model, rotate=rotate)
+    with pytest.raises(ValueError, match=message):
+        BasisRotation(model.named_parameters(), rotate=rotate)
+
+
+def test_a_pattern_for_another_part_is_none_of_a_part_s_business():
+    assert param_groups(Block(), rotate={"exclude": ["another.*"]}, holds_output=False)
+
+
 def test_an_included_vector_is_refused():
     with pytest.raises(ValueError, match=r"rotate.include: 'norm.\*' matches norm.weight, .* not a matrix"):
         route(LanguageModel(), {"include": ["norm.*"]})

@@ -96,6 +96,12 @@ def test_staleness_counts_backwards_in_between():
     assert microbatch_staleness(actions) == {0: 0, 1: 1}
 
 
+@pytest.mark.parametrize("ask", [lambda s: s.staleness(4), lambda s: s.call(-1, 0, True), lambda s: s.format(calls=0)])
+def test_what_is_not_there_is_refused(ask):
+    with pytest.raises(ScheduleError, match="must be"):
+        ask(AsyncSchedule(4, 2))
+
+
 @pytest.mark.parametrize("stages, accumulation", [(0, 1), (2, 0)])
 def test_sizes_must_be_positive(stages, accumulation):
     with pytest.raises(ScheduleError, match="must be >= 1"):
