@@ -13,9 +13,9 @@ from .. import __version__
 from ..pipeline.schedule import Action, AsyncSchedule, Kind, staleness
 from ..pipeline.weight_versions import WeightVersions
 from . import agreement, checkpoint
-from .config import PipelineOptions, describe_async
+from .config import ConfigError, PipelineOptions, describe_async
 from .log import log
-from .norms import keep_norms_within_stage
+from .norms import clip_by_stage
 from .transport import PairGroups, Payload, Transport, as_tuple
 
 # Fields that travel back with every gradient message.
@@ -39,8 +39,10 @@ class AsyncPipeline:
         self.stage, self.stages = engine.stage_id, engine.num_stages
         self.staleness = staleness(self.stage, self.stages)
         agreement.agree(agreement.common_facts(engine._config._param_dict))
-        trainable = [p for p in engine.module.parameters() if p.requires_grad]
-        self.versions = WeightVersions(trainable, stashing=options.weight_stashing and self.staleness > 0)
+        self._trainable = self._trainable_parameters()
+        if engine.is_first_stage() and self.stages > 1 and not self._trainable:
+            raise ConfigError("num_stages: the first stage has no trainable parameter; give its layers to the next stage")
+        self.versions = self._new_versions()
         self.transport = Transport(PairGroups(engine.grid.pipe_groups), self.staleness, engine.device, FIELDS)
         self.trained = 0  # microbatches whose gradient is in an update, on every stage
         self._filled = False
@@ -50,6 +52,7 @@ class AsyncPipeline:
         self._losses: dict[int, Tensor] = {}
         self._kept: deque[Payload] = deque()  # first stage: inputs dropped by a cut, to be forwarded again before new ones
         self._iterator: Any = None
+        self._may_change_iterator = False
         self._handlers: dict[Kind, Callable[[int], None]] = {
             Kind.POST_ACTIVATION: lambda _: self.transport.post_activation(),
             Kind.RECV_ACTIVATION: self._receive_activation,
@@ -86,7 +89,7 @@ class AsyncPipeline:
         engine._train_schedule = lambda: self._next_call()
         engine._exec_schedule = self._execute
         engine._aggregate_total_loss = self._mean_loss
-        keep_norms_within_stage(engine)
+        engine.clip_fp32_gradients = lambda: clip_by_stage(engine)
         engine.eval_batch = self._eval_batch
         engine.save_checkpoint = self._save_checkpoint
         engine.load_checkpoint = self._load_checkpoint
@@ -103,6 +106,7 @@ class AsyncPipeline:
             self._original["_exec_schedule"](schedule)
             return
         self._check_iterator()
+        self._check_trainable()
         self._losses.clear()
         self.engine._reserve_pipe_buffers(1)
         self.engine.fwd_outputs = []
@@ -136,12 +140,13 @@ class AsyncPipeline:
         return self._original["save_checkpoint"](save_dir, tag, *args, **kwargs)
 
     def _load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load; the script may go on with its iterator, whose microbatches read ahead come first, or with another one."""
         self.drain()
-        self._kept.clear()
         load = self._original["load_checkpoint"]
         arguments = inspect.signature(load).bind(*args, **kwargs).arguments
         checkpoint.check(self.engine, arguments["load_dir"], arguments.get("tag"))
         path, client_state = load(*args, **kwargs)
+        self._may_change_iterator = path is not None
         if path is not None and not arguments.get("load_module_only", False):
             self.trained = checkpoint.load(self.engine, path)
         return path, client_state
@@ -151,12 +156,14 @@ class AsyncPipeline:
         self._original["set_train_batch_size"](train_batch_size)
 
     def _reset_activation_shape(self) -> None:
-        self.drain()
-        self._original["reset_activation_shape"]()
-        self.transport.forget_shapes()
+        if self.stages > 1:
+            raise RuntimeError("reset_activation_shape(): async_1f1b trains microbatches of one shape for now; pad them to one")
 
     def drain(self) -> None:
-        """Drop the forwards in flight on all stages (all ranks call it); their inputs are kept and forwarded again with newer weights."""
+        """Drop the forwards in flight on all stages (all ranks call it); their inputs are kept and forwarded again with newer weights.
+
+        Public as `engine.drain()`: needed before parameters are frozen or unfrozen in the middle of a run.
+        """
         if not self._filled:
             return
         self.transport.discard_posted()
@@ -175,6 +182,10 @@ class AsyncPipeline:
     def _forward(self, microbatch: int) -> None:
         buffers = self._load(microbatch)
         buffers["inputs"][0] = self._inputs[microbatch]
+        if not self.options.weight_stashing and self.staleness > 0 and torch.is_autocast_enabled(self.engine.device.type):
+            raise RuntimeError(
+                "weight_stashing false: under autocast, backward would see copies of the old weights; leave autocast or stash"
+            )
         with self.versions.forward(microbatch):
             self.engine._exec_forward_pass(0)
         if self.engine.is_last_stage():
@@ -230,9 +241,9 @@ class AsyncPipeline:
         self.transport.send_gradient(fields, self._inputs.pop(microbatch))
 
     def _update(self, _: int) -> None:
-        with self.versions.update():
-            self.engine._exec_reduce_grads()
-            self.engine._exec_optimizer_step()
+        self.engine._exec_reduce_grads()
+        self.engine._exec_optimizer_step()
+        self.versions.changed()
 
     def _check_iterator(self) -> None:
         engine = self.engine
@@ -243,12 +254,31 @@ class AsyncPipeline:
                 "train_batch(): no data iterator; pass data_iter on the first and last stage, or training_data to initialize()"
             )
         if engine.data_iterator is not self._iterator:
-            if self._inputs or self._kept:
+            if self._may_change_iterator:
+                self._kept.clear()
+            elif self._inputs or self._kept:
                 raise RuntimeError(
                     f"train_batch(): another data iterator than before, but async_1f1b has read {len(self._inputs) + len(self._kept)} "
                     "microbatches ahead from the last one; pass one persistent iterator to every call"
                 )
             self._iterator = engine.data_iterator
+        self._may_change_iterator = False
+
+    def _check_trainable(self) -> None:
+        """The set of trainable parameters may change while nothing is in flight."""
+        trainable = self._trainable_parameters()
+        if list(map(id, trainable)) == list(map(id, self._trainable)):
+            return
+        if self._filled:
+            raise RuntimeError("parameters were frozen or unfrozen with microbatches in flight: call engine.drain() on all ranks before")
+        self._trainable = trainable
+        self.versions = self._new_versions()
+
+    def _trainable_parameters(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.engine.module.parameters() if p.requires_grad]
+
+    def _new_versions(self) -> WeightVersions:
+        return WeightVersions(self._trainable, stashing=self.options.weight_stashing and self.staleness > 0)
 
 
 def _fresh(inputs: Payload) -> Payload:

@@ -7,10 +7,11 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from torch import Tensor, nn
 
 from ..optim.basis_rotation import BasisRotation
-from ..optim.routing import describe, is_linear, pattern_matches, route
+from ..optim.routing import describe, is_linear, named_rotation, pattern_matches, route
 from . import agreement
 from .config import ConfigError, check_optimizer_params
 from .log import log
+from .refusals import check_experts
 
 
 def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) -> BasisRotation:
@@ -20,6 +21,7 @@ def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) 
         ConfigError: an illegal parameter, a pattern that matches nothing, or nothing to rotate, in the whole model.
     """
     check_optimizer_params(params)
+    check_experts(engine.module, "optimizer.type: BasisRotation")
     params = dict(params)
     patterns = params.pop("rotate", None)
     try:
@@ -31,7 +33,11 @@ def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) 
     def routed(group: dict[str, Any]) -> dict[str, Any]:
         parameters = list(group["params"])
         named = [(names.get(p, f"parameter outside the model {index}"), p) for index, p in enumerate(parameters)]
-        return {**group, "params": named, "rotate": [name in routes and routes[name].rotate for name, _ in named]}
+        if group.get("rotate") is not None:  # the script's own routing, which only patterns overrule
+            flags = named_rotation(parameters, [name for name, _ in named], group["rotate"], patterns or {})
+        else:
+            flags = [name in routes and routes[name].rotate for name, _ in named]
+        return {**group, "params": named, "rotate": flags}
 
     groups = [item if isinstance(item, dict) else None for item in model_parameters]
     loose: list[Tensor] = [item for item, group in zip(model_parameters, groups) if group is None]

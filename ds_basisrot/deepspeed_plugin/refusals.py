@@ -25,8 +25,20 @@ def check_before_build(engine_class: type, arguments: dict[str, Any]) -> None:
         raise ConfigError("pipeline.schedule: async_1f1b needs microbatches of one shape; build PipelineModule with dynamic_shape=False")
     if module.get_additional_losses() is not None:
         raise ConfigError("pipeline.schedule: async_1f1b does not carry get_additional_losses() yet; return None from it")
+    check_experts(module, "pipeline.schedule: async_1f1b")
     if arguments.get("optimizer") is None and not config.optimizer_name:
         raise ConfigError("optimizer: async_1f1b trains, so it needs an optimizer; add an optimizer block to the JSON")
+
+
+def check_experts(module: Any, what: str) -> None:
+    """Refuse experts that are spread over ranks: norms and skipped updates would have to be agreed on between the replicas.
+
+    Raises:
+        ConfigError: naming the layer.
+    """
+    for name, layer in module.named_modules():
+        if getattr(layer, "ep_size", 1) > 1:
+            raise ConfigError(f"{what} does not go with expert parallelism yet; build {name} ({type(layer).__name__}) with ep_size=1")
 
 
 def _check_layers(module: PipelineModule) -> None:

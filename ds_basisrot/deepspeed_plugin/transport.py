@@ -122,10 +122,6 @@ class Transport:
         if groups.next is not None:
             self._activations_out = Outbox(groups.next, groups.to_next, staleness + 2)
             self._gradients_in = Inbox(groups.next, groups.from_next)
-        self.forget_shapes()
-
-    def forget_shapes(self) -> None:
-        """Announce shapes anew with the next activation. All stages of a pipeline must do so together, with nothing in flight."""
         self._layout_in: list[int] | None = None
         self._layout_out: list[int] | None = None
 
@@ -163,7 +159,7 @@ class Transport:
             was, now = (_parse_layout(each)[1] for each in (self._layout_out, layout))
             raise RuntimeError(
                 f"the output of a stage changed from {was} to {now} between microbatches: async_1f1b needs one shape; drop the last short "
-                "batch (drop_last=True), or call engine.reset_activation_shape() on all ranks before a change"
+                "batch (drop_last=True), or pad"
             )
         self._activations_out.send(list(as_tuple(output)))
 
@@ -199,6 +195,10 @@ class Transport:
 def _layout(payload: Payload) -> list[int]:
     """[is tuple, tensors, (dtype, dimensions, sizes...) of each] as integers."""
     tensors = as_tuple(payload)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES:
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise RuntimeError(f"a stage must output a tensor or a tuple of real tensors, got {kind}")
     layout = [int(isinstance(payload, tuple)), len(tensors)]
     for tensor in tensors:
         layout += [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]

@@ -125,6 +125,8 @@ class BasisRotation(torch.optim.Optimizer):
         """Add a group; its `rotate` (see the class) becomes a tuple of bools aligned with its parameters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        if any(p.is_complex() for p in group["params"]):
+            raise ValueError("BasisRotation does not take complex parameters: train them with another optimizer")
         check_options(group)
         check_group_keys(group, self.defaults)
         group["routed"] = group["rotate"] is not None or bool(self._patterns)
@@ -138,7 +140,7 @@ class BasisRotation(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._plan is None:
+        if self._plan is None or any(p not in self._plan for group in self.param_groups for p in group["params"]):
             self._plan = self._make_plan()
         present = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None and p.numel() > 0]
         largest = _largest_elements([p.grad for _, p in present])
@@ -160,7 +162,7 @@ class BasisRotation(torch.optim.Optimizer):
         role, (beta1, beta2) = self._plan[p], group["betas"]
         _rescale(state, size)
         scale = state[SCALE]
-        gradient = p.grad.to(torch.float32) if scale == 1.0 else p.grad.to(torch.float32) / scale
+        gradient = (p.grad if scale == 1.0 else p.grad / scale).to(torch.float32)
         state[STEP] += 1
         if role.rotated:
             self._update_bases(p, group, state, role, gradient)
@@ -183,8 +185,8 @@ class BasisRotation(torch.optim.Optimizer):
         if role.rotated:
             update = _rotate_back(update, state)
 
-        weight = p if p.dtype == torch.float32 else p.to(torch.float32)
-        weight.mul_(1 - float(group["lr"]) * group["weight_decay"]).add_(update, alpha=-step_size)
+        weight = p if p.dtype in (torch.float32, torch.float64) else p.to(torch.float32)
+        weight.mul_(1 - float(group["lr"]) * group["weight_decay"]).add_(update.to(weight.dtype), alpha=-step_size)
         if weight is not p:
             p.copy_(weight)
 
@@ -226,6 +228,13 @@ class BasisRotation(torch.optim.Optimizer):
         plan = {}
         for index, group in enumerate(self.param_groups):
             names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
+            if len(group["rotate"]) != len(group["params"]) or any(
+                flag and p.ndim not in (2, 3) for p, flag in zip(group["params"], group["rotate"])
+            ):
+                raise RuntimeError(
+                    "the parameters of a group were exchanged after BasisRotation was built (by a wrapper that flattens them?): "
+                    "it needs the whole matrices it was given; use add_param_group for new ones"
+                )
             for p, name, rotated in zip(group["params"], names, group["rotate"]):
                 sides = eigenbasis.rotated_sides(p.shape, group["geometry"], group["max_dim"]) if rotated else (False, False)
                 plan[p] = _Role(f"{name} {list(p.shape)}", sides)

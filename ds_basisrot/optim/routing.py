@@ -20,6 +20,7 @@ class Route:
 
 
 LINEAR = Route(True, "linear weight")
+ATTENTION = Route(True, "attention input projection")
 EXPERTS = Route(True, "stacked expert weights")
 EMBEDDING = Route(False, "embedding")
 OUTPUT_HEAD = Route(False, "output head")
@@ -33,9 +34,12 @@ def route(model: nn.Module, patterns: Mapping[str, Sequence[str]] | None = None,
     """Route every trainable parameter of `model` by the module that owns it.
 
     A weight is rotated when its module is a linear map (`nn.Linear`, or any module with `in_features`, `out_features` and a weight of that
-    shape), or when it is a stacked weight `[experts, m, n]` of an expert module. Weights of `nn.Embedding`, weights tied to one, and the
-    output head are not. The output head is what the model itself names (`get_output_embeddings()`), else the last linear map in definition
-    order that does not belong to a block which is repeated; only a part of a model that `holds_output` has one.
+    shape), when it is an input projection of `nn.MultiheadAttention`, or when it is a stacked weight `[experts, m, n]` of an expert module.
+    Weights of `nn.Embedding`, weights tied to one, and the output head are not.
+
+    The output head is what the model itself names (`get_output_embeddings()`); else the linear map outside of repeated blocks with as many
+    outputs as the largest embedding has rows; else the last linear map in definition order, if it is outside of repeated blocks. Only a
+    part of a model that `holds_output` has one.
 
     Args:
         model: the model, or the part of it that a pipeline stage holds.
@@ -102,6 +106,8 @@ def _by_module(module: nn.Module, parameter: Tensor, embeddings: set[int], heads
         return VECTOR
     if is_linear(module) and parameter is module.weight:
         return LINEAR
+    if isinstance(module, nn.MultiheadAttention) and parameter.ndim == 2:
+        return ATTENTION
     if parameter.ndim == 3 and _is_expert_class(type(module)):
         return EXPERTS
     return OTHER
@@ -126,10 +132,12 @@ def _output_heads(model: nn.Module) -> set[int]:
         head = named() if callable(named) else None
         if isinstance(head, nn.Module):
             return {id(p) for p in head.parameters()}
-    linears = [name for name, module in model.named_modules() if is_linear(module)]
-    if not linears or _in_repeated_block(model, linears[-1]):
-        return set()
-    return {id(p) for p in model.get_submodule(linears[-1]).parameters()}
+    linears = [(name, module) for name, module in model.named_modules() if is_linear(module)]
+    vocabulary = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=None)
+    heads = [m for name, m in linears if m.weight.shape[0] == vocabulary and not _in_repeated_block(model, name)]
+    if not heads and linears and not _in_repeated_block(model, linears[-1][0]):
+        heads = [linears[-1][1]]
+    return {id(p) for head in heads for p in head.parameters()}
 
 
 def _in_repeated_block(model: nn.Module, name: str) -> bool:

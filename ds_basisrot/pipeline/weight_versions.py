@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,24 @@ class _Snapshot:
         self.tensors, self.users = tensors, 0
 
 
+@dataclass(frozen=True)
+class _Forwarded:
+    """What the backward of a microbatch needs of its forward: the weights' in-place counters, and the snapshot it saw."""
+
+    counters: tuple[int, ...]
+    snapshot: _Snapshot | None
+
+
 class WeightVersions:
     """The versions of one stage's weights that microbatches in flight were forwarded with.
 
     A forward runs on a snapshot of the newest weights, taken at the first forward after an update and shared by all forwards until the
     next one; the backward runs on the same snapshot. Both swap the parameters' storage, nothing is copied per microbatch. The storage that
     the optimizer updates is never moved, so wrappers that keep flat views of it work.
+
+    Autograd refuses a backward through weights that were changed in place since the forward. Here they are meant to have changed, by the
+    optimizer or by anybody else between two calls, and the backward either sees its snapshot or wants the newest: so it runs with the
+    counters of its forward.
 
     Args:
         parameters: the parameters that the optimizer updates.
@@ -28,15 +41,15 @@ class WeightVersions:
 
     def __init__(self, parameters: Iterable[nn.Parameter], stashing: bool):
         self._parameters = list(parameters)
-        self._stashing = stashing
+        self._stashing = stashing and bool(self._parameters)
         self._newest: _Snapshot | None = None
-        self._in_flight: dict[int, _Snapshot] = {}
+        self._in_flight: dict[int, _Forwarded] = {}
         self._free: list[_Snapshot] = []
 
     @property
     def alive(self) -> int:
         """Snapshots in use."""
-        return len({id(s) for s in [*self._in_flight.values(), self._newest] if s is not None})
+        return len({id(s) for s in [*self._snapshots_in_flight(), self._newest] if s is not None})
 
     @property
     def stash_bytes(self) -> int:
@@ -47,44 +60,52 @@ class WeightVersions:
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
         """Run the forward of `microbatch` in here."""
-        if not self._stashing:
-            yield
-            return
-        if self._newest is None:
-            self._newest = self._take_snapshot()
-        self._newest.users += 1
-        self._in_flight[microbatch] = self._newest
+        if self._stashing:
+            if self._newest is None:
+                self._newest = self._take_snapshot()
+            self._newest.users += 1
+        self._in_flight[microbatch] = _Forwarded(self._counters(), self._newest)
         with self._swapped(self._newest):
             yield
 
     @contextmanager
     def backward(self, microbatch: int) -> Iterator[None]:
         """Run the backward of `microbatch` in here; its version is given up afterwards."""
-        if not self._stashing:
-            yield
-            return
-        snapshot = self._in_flight.pop(microbatch)
-        with self._swapped(snapshot):
-            yield
-        snapshot.users -= 1
-        self._recycle(snapshot)
+        forwarded = self._in_flight.pop(microbatch)
+        now = self._counters()
+        self._set_counters(forwarded.counters)
+        try:
+            with self._swapped(forwarded.snapshot):
+                yield
+        finally:
+            self._set_counters(now)
+        if forwarded.snapshot is not None:
+            forwarded.snapshot.users -= 1
+            self._recycle(forwarded.snapshot)
 
-    @contextmanager
-    def update(self) -> Iterator[None]:
-        """Run the optimizer in here. Autograd's in-place check is told that microbatches in flight do not see the change, or want it."""
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters)):
-            yield
+    def changed(self) -> None:
+        """Tell that the weights are new: the next forward takes a snapshot of them."""
         previous, self._newest = self._newest, None
         if previous is not None:
             self._recycle(previous)
 
     def drop(self) -> None:
         """Forget the microbatches in flight: their backwards will not run."""
-        for snapshot in {id(s): s for s in self._in_flight.values()}.values():
+        for snapshot in {id(s): s for s in self._snapshots_in_flight()}.values():
             snapshot.users = 0
-            if snapshot is not self._newest:
-                self._free.append(snapshot)
+            self._recycle(snapshot)
         self._in_flight.clear()
+        self.changed()
+
+    def _snapshots_in_flight(self) -> list[_Snapshot]:
+        return [f.snapshot for f in self._in_flight.values() if f.snapshot is not None]
+
+    def _counters(self) -> tuple[int, ...]:
+        return tuple(p._version for p in self._parameters)
+
+    def _set_counters(self, counters: tuple[int, ...]) -> None:
+        if self._parameters:
+            torch._C._autograd._unsafe_set_version_counter(tuple(self._parameters), counters)
 
     @torch.no_grad()
     def _take_snapshot(self) -> _Snapshot:
@@ -98,7 +119,11 @@ class WeightVersions:
             self._free.append(snapshot)
 
     @contextmanager
-    def _swapped(self, snapshot: _Snapshot) -> Iterator[None]:
+    def _swapped(self, snapshot: _Snapshot | None) -> Iterator[None]:
+        if snapshot is None:
+            yield
+            return
+        torch.clear_autocast_cache()  # it holds low-precision copies of weights, by parameter and not by version
         live = [p.data for p in self._parameters]
         for p, tensor in zip(self._parameters, snapshot.tensors):
             p.data = tensor
@@ -107,3 +132,4 @@ class WeightVersions:
         finally:
             for p, tensor in zip(self._parameters, live):
                 p.data = tensor
+            torch.clear_autocast_cache()

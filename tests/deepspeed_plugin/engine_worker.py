@@ -18,9 +18,10 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from models import BATCH, OPTIMIZERS, WIDTH, Block, TakesTuple, blocks, microbatch, stream
 
 DEFAULTS = {
-    "stages": None, "gas": 1, "optimizer": "AdamW", "updates": 12, "clip": 0.0, "stashing": True, "schedule": "async_1f1b",
-    "eval_after": [], "save_after": None, "load": None, "scheduler": False, "dropout": 0.0, "checkpoint_activations": 0, "bf16": False,
-    "pipeline": True, "refused": False, "config": {}, "config_of_rank_1": {}, "layers": None, "tied": False, "head": False, "tuples": False,
+    "pipeline": True, "stages": None, "schedule": "async_1f1b", "stashing": True, "gas": 1, "optimizer": "AdamW", "clip": 0.0,
+    "scheduler": False, "bf16": False, "autocast": False, "outer_autocast": False, "config": {}, "config_of_rank_1": {},
+    "layers": None, "head": False, "tied": False, "tuples": False, "dropout": 0.0, "frozen": [], "checkpoint_activations": 0,
+    "updates": 12, "eval_after": [], "save_after": None, "load": None, "reload_after": None, "user_changes": False, "refused": False,
 }  # fmt: skip
 
 
@@ -39,6 +40,8 @@ def ds_config(case):
         config["scheduler"] = {"type": "WarmupLR", "params": params}
     if case["bf16"]:
         config["bf16"] = {"enabled": True}
+    if case["autocast"]:
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     for changes in (case["config"], case["config_of_rank_1"] if dist.get_rank() == 1 else {}):
         for path, value in changes.items():  # "optimizer.params.lr": ...
             *parents, key = path.split(".")
@@ -66,6 +69,8 @@ def initialize(case):
         ]
     if case["tuples"]:
         layers = [TakesTuple(layer, first=i == 0, last=i == 2 * stages - 1) for i, layer in enumerate(layers)]
+    for index in case["frozen"]:
+        layers[index].requires_grad_(False)
     module = PipelineModule(
         layers,
         num_stages=stages,
@@ -73,9 +78,7 @@ def initialize(case):
         partition_method="uniform",
         activation_checkpoint_interval=case["checkpoint_activations"],
     )
-    return deepspeed.initialize(model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=ds_config(case))[
-        0
-    ]
+    return deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=ds_config(case))[0]
 
 
 def train_pipeline(engine, case, folder):
@@ -84,11 +87,18 @@ def train_pipeline(engine, case, folder):
     data = ((x.to(dtype), y.to(dtype)) for x, y in stream(replica, start * case["gas"]))
     losses, lrs, evals = [], [], []
     for update in range(start + 1, case["updates"] + 1):
-        losses.append(float(engine.train_batch(data)))
+        with torch.autocast("cpu", torch.bfloat16, enabled=case["outer_autocast"]):
+            losses.append(float(engine.train_batch(data)))
         lrs.append(engine.get_lr()[0])
         dist.barrier()  # as a user's own collective between calls: it must not wait for a later call
         if update in case["eval_after"]:
             evals.append(float(engine.eval_batch(stream(replica, 10**6))))
+        if case["user_changes"]:  # as when averaged weights are swapped in for an evaluation and out again
+            with torch.no_grad():
+                for p in engine.module.parameters():
+                    p.mul_(2).mul_(0.5)
+        if update == case["reload_after"]:
+            engine.load_checkpoint(os.path.join(folder, "checkpoint"), load_optimizer_states=False)
         if update == case["save_after"]:
             engine.save_checkpoint(os.path.join(folder, "checkpoint"))
     return {"losses": losses, "lrs": lrs, "evals": evals, "stage": engine.stage_id, "replica": replica}

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from models import blocks
 from processes import run_cases
 from simulate import largest_difference, load, simulate, warmup
 
@@ -32,15 +33,26 @@ DROPOUT = [
 ]
 REPLICATED = [{**case, "name": "replicated-" + case["name"], "stages": 2} for case in (*MATRIX[1::3], *MORE)]
 ONE_STAGE = {"name": "one-stage", "stages": 1, "optimizer": "BasisRotation", "gas": 2}
-OTHERS = [{"name": "bf16", "bf16": True}, {"name": "bf16-clipped", "bf16": True, "clip": 0.05, "gas": 2}]
+AUTOCAST = [
+    {"name": "autocast", "autocast": True},
+    {"name": "outer-autocast", "outer_autocast": True},
+    {"name": "outer-autocast-recomputed", "outer_autocast": True, "checkpoint_activations": 1},
+]
+OTHERS = [{"name": "changed-by-user", "user_changes": True}, {"name": "frozen-stage", "frozen": [2, 3, 4]}]
+RELOADED = [
+    {"name": "rolled-back", "optimizer": "SGD", "config": {"optimizer.params.lr": 0.0}, "save_after": 3, "reload_after": 6},
+    {"name": "not-rolled-back", "optimizer": "SGD", "config": {"optimizer.params.lr": 0.0}, "save_after": 3},
+]
 OTHER_STAGES = {"name": "other-stages", "stages": 2, "optimizer": "BasisRotation", "load": "saved", "refused": True}
 SYNCHRONOUS = {"name": "synchronous", "schedule": "1f1b", "optimizer": "BasisRotation", "gas": 4}
 
 JOBS = {
     2: [*MATRIX, *MORE, RESUMED, *DROPOUT, ONE_STAGE, SYNCHRONOUS],
-    4: [*MATRIX, *MORE, RESUMED, *DROPOUT, *OTHERS, *REPLICATED, OTHER_STAGES],
+    4: [*MATRIX, *MORE, RESUMED, *DROPOUT, *AUTOCAST, *OTHERS, *RELOADED, *REPLICATED, OTHER_STAGES],
 }
-COMPARED = [(n, case) for n in JOBS for case in JOBS[n] if case not in (RESUMED, OTHER_STAGES, SYNCHRONOUS, *DROPOUT, *OTHERS)]
+COMPARED = [
+    (n, case) for n in JOBS for case in JOBS[n] if case not in (RESUMED, OTHER_STAGES, SYNCHRONOUS, *DROPOUT, *AUTOCAST, *OTHERS, *RELOADED)
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -114,11 +126,30 @@ def test_a_stage_stashes_the_versions_that_are_in_flight(results, gas):
         assert r["stash_bytes"] == versions * weights
 
 
-def test_bf16_follows_fp32_closely(results):
-    exact = results(4, "AdamW-1")
-    for r, reference in zip(results(4, "bf16"), exact):
-        assert r["losses"] == pytest.approx(reference["losses"], rel=0.05)
-    assert results(4, "bf16-clipped")[0]["losses"][-1] < 0.5 * results(4, "bf16-clipped")[0]["losses"][0]
+def test_autocast_follows_fp32_and_recomputation_changes_nothing(results):
+    for name in ("autocast", "outer-autocast"):
+        for r, reference in zip(results(4, name), results(4, "AdamW-1")):
+            assert r["losses"] == pytest.approx(reference["losses"], rel=0.05) and r["losses"] != reference["losses"]
+    assert bitwise(results(4, "outer-autocast"), results(4, "outer-autocast-recomputed"))
+
+
+def test_a_user_s_own_changes_between_calls_are_no_error(results):
+    assert bitwise(results(4, "changed-by-user"), results(4, "AdamW-1"))
+
+
+def test_a_stage_without_trainable_parameters_passes_gradients_on(results):
+    start, ranks = blocks(4), results(4, "frozen-stage")
+    for r in ranks:
+        for name, weight in r["weights"].items():
+            layer, _, inner = name.partition(".")
+            frozen = int(layer) in (2, 3, 4)
+            assert torch.equal(weight, start[int(layer)].get_parameter(inner).detach()) is frozen, name
+    assert ranks[0]["losses"][-1] < 0.5 * ranks[0]["losses"][0]
+
+
+def test_a_run_that_is_rolled_back_goes_on_with_matching_inputs_and_labels(results):
+    """With a learning rate of zero the losses are those of the data, in order, whatever is loaded in between."""
+    assert [r["losses"] for r in results(4, "rolled-back")] == [r["losses"] for r in results(4, "not-rolled-back")]
 
 
 def test_the_synchronous_schedule_is_deepspeed_s_own(results):

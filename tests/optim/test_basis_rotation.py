@@ -266,3 +266,28 @@ def test_a_basis_that_is_not_finite_counts_as_failed(monkeypatch):
         optimizer.step()
         assert optimizer.state[parameter]["failed_refreshes"] == (update in (2, 3))
     assert parameter.isfinite().all()
+
+
+def test_complex_parameters_are_refused():
+    with pytest.raises(ValueError, match="complex"):
+        BasisRotation([nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))])
+
+
+def test_float64_weights_keep_their_precision():
+    p = nn.Parameter(torch.full((2, 2), 1 + 1e-12, dtype=torch.float64))
+    optimizer = BasisRotation([p], lr=1e-10, weight_decay=0.0)
+    for _ in range(10):
+        p.grad = torch.eye(2, dtype=torch.float64) * 1e200 + 1e200
+        optimizer.step()
+    moved = 1 + 1e-12 - p.detach()
+    assert optimizer.skipped_updates == 0 and 1e-10 < moved.mean() < 1e-8
+
+
+def test_parameters_exchanged_under_the_optimizer_are_refused():
+    p = nn.Parameter(torch.zeros(2, 2))
+    optimizer = BasisRotation([p])
+    flat = nn.Parameter(torch.zeros(4))
+    optimizer.param_groups[0]["params"] = [flat]
+    flat.grad = torch.ones(4)
+    with pytest.raises(RuntimeError, match="needs the whole matrices"):
+        optimizer.step()

@@ -71,6 +71,23 @@ def test_a_model_that_names_its_head_is_believed():
     assert rotated(Named()) == BLOCK_WEIGHTS | {"value_head.weight"}
 
 
+def test_a_head_defined_before_the_blocks():
+    class HeadFirst(LanguageModel):
+        def __init__(self):
+            super().__init__()
+            head, blocks = self.head, self.blocks
+            del self.head, self.blocks
+            self.head, self.blocks = head, blocks
+
+    assert rotated(HeadFirst()) == BLOCK_WEIGHTS
+
+
+def test_torch_s_own_attention():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2)
+    layers = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
+    assert rotated(model) == {f"layers.{i}.{layer}" for i in range(2) for layer in layers}
+
+
 def test_experts():
     class MixtureExperts(nn.Module):
         def __init__(self):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from ds_basisrot.pipeline.weight_versions import WeightVersions
@@ -13,9 +14,10 @@ def module():
 
 
 def update(versions, parameters, value):
-    with versions.update(), torch.no_grad():
+    with torch.no_grad():
         for p in parameters:
             p.add_(value)
+    versions.changed()
 
 
 def gradient_of_output(net, x):
@@ -95,3 +97,45 @@ def test_the_swap_is_undone_when_the_forward_raises():
     with pytest.raises(ZeroDivisionError), versions.forward(0):
         raise ZeroDivisionError
     assert [p.data_ptr() for p in net.parameters()] == storages
+
+
+def test_nothing_to_train_is_nothing_to_stash():
+    versions = WeightVersions([], True)
+    with versions.forward(0):
+        pass
+    versions.changed()
+    with versions.backward(0):
+        pass
+    assert versions.stash_bytes == 0
+
+
+def test_weights_changed_in_place_by_others_do_not_stop_the_backward_of_the_stashed_version():
+    net, x = module(), torch.ones(2, 3)
+    versions = WeightVersions(net.parameters(), True)
+    leaf = x.clone().requires_grad_()
+    with versions.forward(0):
+        output = net(leaf)
+    expected = 2 * torch.autograd.grad(output.square().sum(), leaf, retain_graph=True)[0] / 2
+    with torch.no_grad():
+        net[0].weight.clamp_(-0.1, 0.1)  # a user's own change between two calls
+    with versions.backward(0):
+        output.square().sum().backward()
+    assert torch.equal(leaf.grad, expected)
+
+
+def test_recomputation_under_autocast_sees_the_snapshot():
+    net, x = module(), torch.ones(2, 3)
+    versions = WeightVersions(net.parameters(), True)
+    gradients = []
+    for recompute in (False, True):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with versions.forward(0):
+                output = torch.utils.checkpoint.checkpoint(net, leaf, use_reentrant=False) if recompute else net(leaf)
+            update(versions, list(net.parameters()), 0.5)
+            net(x)  # fills autocast's cache with copies of the newest weights
+            with versions.backward(0):
+                output.float().square().sum().backward()
+            update(versions, list(net.parameters()), -0.5)
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
