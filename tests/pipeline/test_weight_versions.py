@@ -124,18 +124,18 @@ def test_weights_changed_in_place_by_others_do_not_stop_the_backward_of_the_stas
 
 
 def test_recomputation_under_autocast_sees_the_snapshot():
-    net, x = module(), torch.ones(2, 3)
-    versions = WeightVersions(net.parameters(), True)
+    """Autocast caches its copies of weights until its outermost context ends, which may be around many microbatches."""
     gradients = []
     for recompute in (False, True):
-        leaf = x.clone().requires_grad_()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            with versions.forward(0):
-                output = torch.utils.checkpoint.checkpoint(net, leaf, use_reentrant=False) if recompute else net(leaf)
-            update(versions, list(net.parameters()), 0.5)
-            net(x)  # fills autocast's cache with copies of the newest weights
+        net, leaf = module(), torch.ones(2, 3, requires_grad=True)
+        versions = WeightVersions(net.parameters(), True)
+        with torch.autocast("cpu", torch.bfloat16), versions.forward(0):
+            output = torch.utils.checkpoint.checkpoint(net, leaf, use_reentrant=False) if recompute else net(leaf)
+        update(versions, list(net.parameters()), 0.5)
+        with torch.autocast("cpu", torch.bfloat16):
+            with versions.forward(1):
+                net(torch.ones(2, 3))
             with versions.backward(0):
                 output.float().square().sum().backward()
-            update(versions, list(net.parameters()), -0.5)
         gradients.append(leaf.grad)
     assert torch.equal(*gradients)
