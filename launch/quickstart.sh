@@ -12,6 +12,14 @@ checkout="$(dirname "$here")"
 venv="${VENV:-$checkout/.venv}"
 python="$venv/bin/python"
 
+for argument in "$@"; do
+    if [ "$argument" = --help ] || [ "$argument" = -h ]; then # before anything is installed
+        sed -n '2,/^set /{/^#/p}' "${BASH_SOURCE[0]}" | cut -c 3-
+        [ ! -x "$python" ] || exec "$python" "$here/pretrain_gpt.py" --help
+        exit 0
+    fi
+done
+
 say() { printf '== %s\n' "$*"; }
 stop() { printf 'quickstart.sh: error: %s\n' "$*" >&2; exit 2; }
 # True once the environment has what is trained with, and ds_basisrot from this very checkout. -I: neither the current folder

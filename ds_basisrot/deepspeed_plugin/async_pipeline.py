@@ -68,7 +68,7 @@ class AsyncPipeline:
         log(
             f"version {__version__}: pipeline schedule async_1f1b (from the JSON), {self.stages} stages, {describe_async(options)}; "
             f"staleness per stage {[staleness(k, self.stages) for k in range(self.stages)]} microbatches, "
-            f"{engine.micro_batches} microbatches per update",
+            f"microbatches per update: {engine.micro_batches}",
         )
 
     # -- what the engine calls ---------------------------------------------------------------------------------------------------------

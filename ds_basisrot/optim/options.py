@@ -29,7 +29,7 @@ def check_group_keys(group: Mapping[str, Any], options: Iterable[str]) -> None:
     """
     options = list(options)
     for key in group:
-        match = difflib.get_close_matches(str(key), options, n=1, cutoff=0.8) if key not in (*options, "params", "param_names") else []
+        match = difflib.get_close_matches(str(key), options, n=1, cutoff=0.88) if key not in (*options, "params", "param_names") else []
         if match:
             raise ValueError(f"parameter group: unknown key {key!r}; did you mean {match[0]!r}?")
 
