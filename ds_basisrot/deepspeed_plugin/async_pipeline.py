@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import __version__
 from ..pipeline.schedule import Action, AsyncSchedule, Kind, staleness
 from ..pipeline.weight_versions import WeightVersions
-from . import agreement, checkpoint
+from . import agreement, checkpoint, private_names
 from .config import ConfigError, PipelineOptions, describe_async
 from .log import log
 from .norms import clip_by_stage
@@ -75,17 +75,9 @@ class AsyncPipeline:
 
     def _attach(self) -> None:
         engine = self.engine
-        self._original = {
-            name: getattr(engine, name)
-            for name in (
-                "_exec_schedule",
-                "eval_batch",
-                "save_checkpoint",
-                "load_checkpoint",
-                "set_train_batch_size",
-                "reset_activation_shape",
-            )
-        }
+        private_names.check(engine, private_names.PIPELINE_ENGINE_ATTRIBUTES, "PipelineEngine")
+        replaced = ("_exec_schedule", "eval_batch", "save_checkpoint", "load_checkpoint", "set_train_batch_size")
+        self._original = {name: getattr(engine, name) for name in replaced}
         engine._train_schedule = lambda: self._next_call()
         engine._exec_schedule = self._execute
         engine._aggregate_total_loss = self._mean_loss
@@ -197,8 +189,7 @@ class AsyncPipeline:
         engine, buffers = self.engine, self.engine.pipe_buffers
         if engine.is_first_stage() and self._kept:
             self._inputs[microbatch] = _fresh(self._kept.popleft())
-            if not engine.is_last_stage():
-                return buffers
+            return buffers
         if engine.is_first_stage() or engine.is_last_stage():
             try:
                 engine._exec_load_micro_batch(0)
@@ -207,7 +198,7 @@ class AsyncPipeline:
                     f"the data iterator ended at microbatch {microbatch}: async_1f1b reads {self.staleness} microbatches ahead on the "
                     "first stage; wrap the loader in deepspeed.utils.RepeatingLoader or stop training earlier"
                 ) from None
-            if engine.is_first_stage() and microbatch not in self._inputs:
+            if engine.is_first_stage():
                 self._inputs[microbatch] = buffers["inputs"][0]
         return buffers
 

@@ -9,7 +9,8 @@ PIPELINE_ENGINE = (
     "_train_schedule", "_exec_schedule", "_aggregate_total_loss", "_exec_load_micro_batch", "_exec_forward_pass", "_exec_backward_pass",
     "_exec_reduce_grads", "_exec_optimizer_step", "_reserve_pipe_buffers",
 )  # fmt: skip
-PIPELINE_MODULE = ("_layer_specs", "_grid")
+PIPELINE_ENGINE_ATTRIBUTES = ("_config", "pipe_buffers", "grad_layer", "data_iterator", "micro_batches", "clip_fp32_gradients")
+PIPELINE_MODULE = ("_layer_specs", "_grid", "parts", "micro_offset")
 
 
 def check(owner: Any, names: tuple[str, ...], what: str) -> None:

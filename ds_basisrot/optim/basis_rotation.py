@@ -12,22 +12,31 @@ from torch import Tensor
 from . import eigenbasis, refresh
 from .options import check_group_keys, check_options, check_patterns
 from .routing import check_patterns_match, named_rotation
+from .state import (
+    FAILED_REFRESHES,
+    LEFT_BASIS,
+    LEFT_COVARIANCE,
+    MOMENTUM,
+    RIGHT_BASIS,
+    RIGHT_COVARIANCE,
+    ROTATED_MOMENTUM,
+    ROTATED_SECOND_MOMENT,
+    SCALE,
+    SECOND_MOMENT,
+    SIDES,
+    SMALLEST_EPS,
+    STEP,
+    check_state,
+    is_history,
+    is_usable,
+    new_state,
+    rescale,
+)
 
 logger = logging.getLogger("ds_basisrot")
 
-# State of a parameter. The moments of a rotated matrix are in the rotated basis, whence their other names.
-STEP, SCALE, FAILED_REFRESHES = "step", "gradient_scale", "failed_refreshes"
-MOMENTUM, SECOND_MOMENT = "exp_avg", "exp_avg_sq"
-ROTATED_MOMENTUM, ROTATED_SECOND_MOMENT = "rotated_exp_avg", "rotated_exp_avg_sq"
-LEFT_BASIS, RIGHT_BASIS = "left_basis", "right_basis"
-LEFT_COVARIANCE, RIGHT_COVARIANCE = "left_covariance", "right_covariance"
-SIDES = ((LEFT_BASIS, LEFT_COVARIANCE), (RIGHT_BASIS, RIGHT_COVARIANCE))
-
 # What a checkpoint restores in a group, as in every torch optimizer; all other options stay as configured.
 RESTORED_OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
-
-# Gradients whose largest element lies between these need no scaling: their squares and sums of squares are ordinary float32 numbers.
-SMALLEST_UNSCALED, LARGEST_UNSCALED, SMALLEST_SCALE = 2.0**-40, 2.0**40, 2.0**-120
 
 MAX_FAILED_REFRESHES = 3
 
@@ -43,7 +52,8 @@ class BasisRotation(torch.optim.Optimizer):
     The first basis holds the singular vectors of the first gradient; every `refresh_period` updates one power iteration and QR follow the
     covariances (second order) or the momentum (first order). A stacked weight `[e, m, n]` is e matrices. Parameters that are not rotated
     get AdamW with the same hyper-parameters. States are float32 whatever the parameters' dtype. An update with a gradient that is not
-    finite is skipped, counted in `skipped_updates` and logged. A parameter's all-zero gradients before its first real one are ignored.
+    finite, or 1e12 times larger than ordinary, is skipped, counted in `skipped_updates` and logged. A parameter's all-zero gradients before
+    its first real one are ignored.
 
     Args:
         params: parameters, named parameters, or groups, as for any torch optimizer; `ds_basisrot.param_groups(model)` routes a model's
@@ -67,7 +77,7 @@ class BasisRotation(torch.optim.Optimizer):
         rotate: {"include": [...], "exclude": [...]}, shell-style patterns on parameter names that win over the groups' own routing.
 
     Attributes:
-        skipped_updates: updates skipped for a gradient that was not finite.
+        skipped_updates: updates skipped for a gradient that was not finite, or absurdly large.
         gradient_dtype: precision the gradients were computed in, when it is not the dtype they arrive in (None: as they arrive).
 
     Raises:
@@ -144,23 +154,27 @@ class BasisRotation(torch.optim.Optimizer):
             self._plan = self._make_plan()
         present = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None and p.numel() > 0]
         largest = _largest_elements([p.grad for _, p in present])
-        if not all(map(math.isfinite, largest)):
+        unusable = next(((p, size) for (_, p), size in zip(present, largest) if not is_usable(self.state.get(p), size)), None)
+        if unusable is not None:
             self.skipped_updates += 1
-            bad = next(self._plan[p].name for (_, p), size in zip(present, largest) if not math.isfinite(size))
-            logger.warning("update skipped: the gradient of %s is not finite (%d skipped so far)", bad, self.skipped_updates)
+            p, size = unusable
+            fault = f"{size:.0e} and too large for what came before" if math.isfinite(size) else "not finite"
+            logger.warning("update skipped: the gradient of %s is %s (%d skipped so far)", self._plan[p].name, fault, self.skipped_updates)
             return loss
         for (group, p), size in zip(present, largest):
             state = self.state.get(p)
-            if not state:
+            if not state or is_history(state, size):
                 if size == 0.0:
                     continue
-                state = self.state[p] = _new_state(p, group, self._plan[p], size)
+                if state:
+                    logger.warning("state of %s begun anew: its gradients were huge and are %.0e now", self._plan[p].name, size)
+                state = self.state[p] = new_state(p, self._plan[p].sides, group["source"] == "second_order", size)
             self._update(p, group, state, size)
         return loss
 
     def _update(self, p: Tensor, group: dict, state: dict, size: float) -> None:
         role, (beta1, beta2) = self._plan[p], group["betas"]
-        _rescale(state, size)
+        rescale(state, size)
         scale = state[SCALE]
         gradient = (p.grad if scale == 1.0 else p.grad / scale).to(torch.float32)
         state[STEP] += 1
@@ -175,7 +189,7 @@ class BasisRotation(torch.optim.Optimizer):
 
         step_size = float(group["lr"]) / (1 - beta1 ** state[STEP])
         correction = math.sqrt(1 - beta2 ** state[STEP])
-        eps = group["eps"] / scale
+        eps = max(group["eps"] / scale, SMALLEST_EPS)
         if role.rotated:
             # The method adds eps to the root before its bias correction, AdamW after it.
             denominator = torch.maximum(second_moment.sqrt().add_(eps), self._noise_floor(p, group, second_moment)).div_(correction)
@@ -258,7 +272,9 @@ class BasisRotation(torch.optim.Optimizer):
         for p, saved_id in zip(current, saved_ids):
             saved = state_dict["state"].get(saved_id)
             if saved:
-                _check_state(saved, _new_state(p, groups[p], self._plan[p], 1.0, meta=True), self._plan[p].name)
+                check_state(
+                    saved, new_state(p, self._plan[p].sides, groups[p]["source"] == "second_order", 1.0, meta=True), self._plan[p].name
+                )
                 exact[p] = {k: v.detach().to(p.device, copy=True) if torch.is_tensor(v) else copy(v) for k, v in saved.items()}
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.state.update(exact)
@@ -285,48 +301,6 @@ def _largest_elements(gradients: list[Tensor]) -> list[float]:
         raise RuntimeError("BasisRotation does not take sparse gradients: use sparse=False in nn.Embedding")
     norms = torch._foreach_norm(gradients, math.inf)
     return torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).tolist()
-
-
-def _new_state(p: Tensor, group: dict, role: _Role, size: float, meta: bool = False) -> dict[str, Any]:
-    """Empty state of a parameter whose first gradient has the largest element `size`; with `meta`, its shapes alone."""
-    device = "meta" if meta else p.device
-    state: dict[str, Any] = {STEP: 0, SCALE: 1.0 if SMALLEST_UNSCALED <= size <= LARGEST_UNSCALED else _power_of_two(size)}
-    moments = (ROTATED_MOMENTUM, ROTATED_SECOND_MOMENT) if role.rotated else (MOMENTUM, SECOND_MOMENT)
-    for key in moments:
-        state[key] = torch.zeros(p.shape, dtype=torch.float32, device=device)
-    if not role.rotated:
-        return state
-    state[FAILED_REFRESHES] = 0
-    for rotated, side, (basis, covariance) in zip(role.sides, p.shape[-2:], SIDES):
-        if rotated:
-            shape = (*p.shape[:-2], side, side)
-            state[basis] = torch.eye(side, device=device).expand(shape).clone()
-            if group["source"] == "second_order":
-                state[covariance] = torch.zeros(shape, device=device)
-    return state
-
-
-def _power_of_two(size: float) -> float:
-    return max(SMALLEST_SCALE, 2.0 ** math.floor(math.log2(size)))
-
-
-def _rescale(state: dict, size: float) -> None:
-    """States are in units of a power of two; take a larger one, exactly, when a gradient's squares would overflow in the present one."""
-    if size <= LARGEST_UNSCALED * state[SCALE]:
-        return
-    scale = _power_of_two(size)
-    ratio = state[SCALE] / scale
-    for key, power in (
-        (MOMENTUM, 1),
-        (ROTATED_MOMENTUM, 1),
-        (SECOND_MOMENT, 2),
-        (ROTATED_SECOND_MOMENT, 2),
-        (LEFT_COVARIANCE, 2),
-        (RIGHT_COVARIANCE, 2),
-    ):
-        if key in state:
-            state[key].mul_(ratio**power)
-    state[SCALE] = scale
 
 
 def _rotate(matrix: Tensor, state: dict) -> Tensor:
@@ -373,18 +347,3 @@ def _refresh(state: dict, group: dict) -> None:
         if order is not None:
             second_moment.copy_(gather(second_moment, order))
     state[ROTATED_MOMENTUM].copy_(_rotate(momentum, state))
-
-
-def _check_state(saved: dict, expected: dict, name: str) -> None:
-    """Refuse a saved state that does not have the expected keys and shapes."""
-    if set(saved) != set(expected):
-        differing = ", ".join(sorted(set(saved) ^ set(expected)))
-        raise ValueError(
-            f"the saved state of {name} is of another kind (differing: {differing}): "
-            "resume with the optimizer, geometry, source, max_dim and rotate it was saved with"
-        )
-    for key, value in expected.items():
-        if torch.is_tensor(value) and saved[key].shape != value.shape:
-            raise ValueError(
-                f"the saved {key} of {name} has shape {list(saved[key].shape)}, expected {list(value.shape)}: it is of another model"
-            )

@@ -199,12 +199,36 @@ def test_huge_and_tiny_gradients_do_not_overflow_the_squares(magnitude, source):
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-5)
 
 
-def test_one_huge_gradient_in_between_is_survived():
-    parameter = nn.Parameter(torch.zeros(6, 9))
-    optimizer = BasisRotation([parameter], lr=1e-2, refresh_period=3)
-    run(parameter, optimizer, [torch.randn(6, 9) * (1e25 if t == 5 else 1.0) for t in range(12)])
-    assert parameter.isfinite().all()
-    assert all(v.isfinite().all() for v in optimizer.state[parameter].values() if torch.is_tensor(v))
+def test_one_absurd_gradient_in_between_is_skipped_and_leaves_no_trace(caplog):
+    def train(spike):
+        parameters = nn.Parameter(torch.zeros(6, 9)), nn.Parameter(torch.zeros(9))
+        optimizer = BasisRotation(parameters, lr=1e-2, refresh_period=3)
+        for seed in range(12):
+            generator = torch.Generator().manual_seed(seed)
+            for p in parameters:
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+            if spike and seed == 5:
+                parameters[1].grad[2] = 1e25
+                optimizer.step()
+        return parameters, optimizer
+
+    (clean, _), (disturbed, optimizer) = train(False), train(True)
+    assert optimizer.skipped_updates == 1 and "1e+25 and too large" in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(clean, disturbed))
+
+
+@pytest.mark.parametrize("first", [1e-30, 1e-14, 1e20, 1e30])
+def test_gradients_that_begin_tiny_or_huge_and_become_ordinary_train_ordinarily(first):
+    parameters = nn.Parameter(torch.zeros(6, 9)), nn.Parameter(torch.zeros(9))
+    optimizer = BasisRotation(parameters, lr=1e-2, weight_decay=0.0, refresh_period=3)
+    for t in range(30):
+        for p in parameters:
+            p.grad = torch.ones(p.shape) * (first if t < 3 else 1.0)
+        optimizer.step()
+        assert all(p.isfinite().all() and p.abs().max() <= 1.1e-2 * (t + 1) for p in parameters)
+    assert optimizer.skipped_updates == 0
+    assert all((p < 0).all() and p.norm() > 0.1 for p in parameters)
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (4, 7), (7, 4)], ids=str)

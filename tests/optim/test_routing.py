@@ -83,7 +83,7 @@ def test_a_head_defined_before_the_blocks():
 
 
 def test_torch_s_own_attention():
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2)
     layers = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
     assert rotated(model) == {f"layers.{i}.{layer}" for i in range(2) for layer in layers}
 
