@@ -1,0 +1,38 @@
+"""Imports point only downwards: the method and the pipelines know torch and themselves, nothing of DeepSpeed."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "ds_basisrot"
+ALLOWED = {
+    "optim": {"torch"},
+    "pipeline": {"torch"},
+    "deepspeed_plugin": {"torch", "deepspeed", "pydantic", "safetensors", "ds_basisrot", "ds_basisrot.optim", "ds_basisrot.pipeline"},
+}
+
+
+def imported(path):
+    """Top modules that a file imports; our own as `ds_basisrot.<layer>`."""
+    here = ["ds_basisrot", *path.relative_to(PACKAGE).with_suffix("").parts]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            base = [*here[: len(here) - node.level], *(node.module or "").split(".")]
+            names = [[part for part in base if part]]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module.split(".")]
+        else:
+            continue
+        for name in names:
+            yield ".".join(name[:2]) if name[0] == "ds_basisrot" else name[0]
+
+
+@pytest.mark.parametrize("layer", ALLOWED)
+def test_a_layer_imports_only_what_is_below_it(layer):
+    for path in (PACKAGE / layer).glob("*.py"):
+        strangers = set(imported(path)) - ALLOWED[layer] - {f"ds_basisrot.{layer}"} - set(sys.stdlib_module_names)
+        assert not strangers, f"{path.name} imports {strangers}"
