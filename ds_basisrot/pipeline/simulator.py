@@ -22,7 +22,7 @@ class PipelineSimulator:
         optimizers: one per stage.
         accumulation: microbatches per update.
         weight_stashing: False back-propagates every stage on its newest weights (activations still come from older ones).
-        max_grad_norm: clip each stage's gradient to this norm; 0 does not clip.
+        max_grad_norm: clip each stage's gradient to this norm; 0 does not clip (DeepSpeed's default is 1.0).
         lr_schedulers: stepped after each update.
     """
 
