@@ -127,7 +127,10 @@ def _whole(least: int):
 
 
 def _rate(text: str) -> float:
-    rate = float(text)
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
     if not 0 < rate < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return rate
@@ -147,6 +150,8 @@ def _read_ds_config(flags: argparse.Namespace) -> dict:
     for flag, given in (("--lr", flags.lr), ("--warmup", flags.warmup)):
         if given is not None and "scheduler" in ds_config:
             raise ValueError(f'{flag}: the "scheduler" block of {path} sets the learning rate; change it there, or remove it')
+    if not isinstance(optimizer.get("params", {}), dict):
+        raise ValueError(f'--ds-config {path}: "params" of the "optimizer" block must be an object {{...}}')
     if flags.lr is not None:
         optimizer.setdefault("params", {})["lr"] = flags.lr
     return ds_config

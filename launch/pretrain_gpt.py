@@ -121,10 +121,14 @@ def build_engine(job: Job):
         engine, *_ = deepspeed.initialize(
             model=module, model_parameters=list(module.parameters()), config=ds_config, lr_scheduler=own_schedule
         )
-    except (AssertionError, DeepSpeedConfigError, TypeError, ValueError) as error:  # a wrong JSON, told by whoever noticed
+    except (AssertionError, AttributeError, DeepSpeedConfigError, TypeError, ValueError) as error:  # a wrong JSON, told by whoever noticed
         refuse(f"--ds-config {flags.ds_config}: {' '.join(str(error).split())}")
     if flags.resume:
-        _, saved = engine.load_checkpoint(str(job.folder.checkpoints))
+        try:
+            _, saved = engine.load_checkpoint(str(job.folder.checkpoints))
+        except (KeyError, RuntimeError, ValueError) as error:  # most likely the optimizer of another JSON
+            reason = " ".join(f"{type(error).__name__} {error}".split())[:200]
+            refuse(f"--resume: {job.folder.path} does not load with {flags.ds_config}; give the --ds-config it began with ({reason})")
         if engine.global_rank == 0 and saved["data_sha256"] != job.text.sha256:
             print("warning: this is not the text that the run was trained on so far", flush=True)
         if isinstance(engine.lr_scheduler, WarmupCosine):

@@ -55,7 +55,8 @@ def load_text(files: list[Path] | None, context: int) -> Text:
         ValueError: a file cannot be read or is empty, or the text is too short for one sequence of context + 1 bytes
             in each of the two parts.
     """
-    if files is None:
+    given = files is not None
+    if not given:
         files = standard_library_files()
         if not files:
             raise ValueError(f"no Python sources in {sysconfig.get_paths()['stdlib']}; give a text with --data FILE")
@@ -65,8 +66,8 @@ def load_text(files: list[Path] | None, context: int) -> Text:
             parts.append(Path(file).read_bytes())
         except OSError as error:
             raise ValueError(f"--data {file}: {error.strerror}") from None
-    if not any(parts):
-        raise ValueError(f"--data {' '.join(map(str, files))}: no text in it")
+        if given and not parts[-1]:
+            raise ValueError(f"--data {file}: no text in it")
     text = b"".join(parts)
     sequence = context + 1
     if len(text) < 2 * sequence:

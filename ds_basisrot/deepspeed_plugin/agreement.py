@@ -1,5 +1,6 @@
 """All ranks compare what they are about to run, through the process group's store: a mismatch is an error, never a hang."""
 
+import contextlib
 import json
 from datetime import timedelta
 from itertools import count
@@ -71,6 +72,10 @@ def agree(facts: dict[str, Any], amounts: dict[str, int] | None = None) -> dict[
             "rank 0 did not compare configurations with this rank: is ds_basisrot installed and active there?"
         ) from None
     fault, sums = json.loads(store.get(verdict_key))
+    store.set(f"{prefix}/read/{rank}", "")
+    if rank == 0:  # which holds the store, and may be about to end: let the others read first
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"{prefix}/read/{other}" for other in range(world)], timedelta(seconds=10))
     if fault:
         raise DisagreementError(fault)
     return sums

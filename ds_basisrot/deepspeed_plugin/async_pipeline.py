@@ -65,9 +65,10 @@ class AsyncPipeline:
             Kind.UPDATE: self._update,
         }
         self._attach()
+        schedule = AsyncSchedule(self.stages, engine.micro_batches)
         log(
             f"version {__version__}: pipeline schedule async_1f1b (from the JSON), {self.stages} stages, {describe_async(options)}; "
-            f"staleness per stage {[staleness(k, self.stages) for k in range(self.stages)]} microbatches, "
+            f"staleness per stage {[schedule.staleness(k) for k in range(self.stages)]} microbatches, "
             f"microbatches per update: {engine.micro_batches}",
         )
 

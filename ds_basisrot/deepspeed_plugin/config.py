@@ -150,6 +150,8 @@ def validate(config: Mapping[str, Any]) -> list[str]:
         ConfigError: on the first fault.
     """
     _check_misplaced(config)
+    if config.get("pipeline", {}) is None:
+        raise ConfigError("pipeline: must be an object {...}, got None; remove the key")
     optimizer, options = _block(config, "optimizer"), pipeline_options(_block(config, "pipeline"))
     kind = optimizer.get("type")
     if is_basis_rotation(kind):

@@ -14,7 +14,7 @@ NULL_TOLERANCE = 3e-6
 
 # Well above the rounding noise of rotated gradients of each precision, well below the coordinates that matter: at a small scale, floors of
 # 0.001 to 0.1 left the held-out loss where it was.
-NOISE_FLOORS = {torch.float64: 1e-2, torch.float32: 1e-2, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+NOISE_FLOORS = {torch.float64: 1e-2, torch.float32: 1e-2, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 # Keeps a basis in place when there is nothing to rotate it by (all-zero momentum or covariance).
 SMALLEST_SHIFT = 1e-36

@@ -20,7 +20,8 @@ from models import BATCH, OPTIMIZERS, WIDTH, Block, TakesTuple, blocks, microbat
 DEFAULTS = {
     "pipeline": True, "stages": None, "schedule": "async_1f1b", "stashing": True, "gas": 1, "optimizer": "AdamW", "clip": 0.0,
     "scheduler": False, "bf16": False, "autocast": False, "outer_autocast": False, "config": {}, "config_of_rank_1": {},
-    "layers": None, "head": False, "tied": False, "tuples": False, "dropout": 0.0, "frozen": [], "checkpoint_activations": 0,
+    "layers": None, "head": False, "linears": 0, "seed_layers": False,
+    "tied": False, "tuples": False, "dropout": 0.0, "frozen": [], "checkpoint_activations": 0,
     "updates": 12, "eval_after": [], "save_after": None, "load": None, "reload_after": None, "user_changes": False, "refused": False,
 }  # fmt: skip
 
@@ -67,6 +68,8 @@ def initialize(case):
             LayerSpec(torch.nn.LayerNorm, WIDTH),
             LayerSpec(torch.nn.Linear, WIDTH, WIDTH),
         ]
+    if case["linears"]:
+        layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(case["linears"])] + layers[case["linears"] :]
     if case["tuples"]:
         layers = [TakesTuple(layer, first=i == 0, last=i == 2 * stages - 1) for i, layer in enumerate(layers)]
     for index in case["frozen"]:
@@ -76,6 +79,7 @@ def initialize(case):
         num_stages=stages,
         loss_fn=torch.nn.functional.mse_loss,
         partition_method="uniform",
+        seed_layers=case["seed_layers"],
         activation_checkpoint_interval=case["checkpoint_activations"],
     )
     return deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=ds_config(case))[0]

@@ -32,6 +32,10 @@ DROPOUT = [
     {"name": "dropout-evaluated", "optimizer": "BasisRotation", "dropout": 0.3, "save_after": 5, "eval_after": [2, 3, 9]},
 ]
 REPLICATED = [{**case, "name": "replicated-" + case["name"], "stages": 2} for case in (*MATRIX[1::3], *MORE)]
+SEEDED = [
+    {"name": "seeded", "dropout": 0.3, "seed_layers": True},
+    {"name": "seeded-evaluated", "dropout": 0.3, "seed_layers": True, "eval_after": [2, 3, 9]},
+]
 ONE_STAGE = {"name": "one-stage", "stages": 1, "optimizer": "BasisRotation", "gas": 2}
 AUTOCAST = [
     {"name": "autocast", "autocast": True},
@@ -47,11 +51,14 @@ OTHER_STAGES = {"name": "other-stages", "stages": 2, "optimizer": "BasisRotation
 SYNCHRONOUS = {"name": "synchronous", "schedule": "1f1b", "optimizer": "BasisRotation", "gas": 4}
 
 JOBS = {
-    2: [*MATRIX, *MORE, RESUMED, *DROPOUT, ONE_STAGE, SYNCHRONOUS],
+    2: [*MATRIX, *MORE, RESUMED, *DROPOUT, *SEEDED, ONE_STAGE, SYNCHRONOUS],
     4: [*MATRIX, *MORE, RESUMED, *DROPOUT, *AUTOCAST, *OTHERS, *RELOADED, *REPLICATED, OTHER_STAGES],
 }
 COMPARED = [
-    (n, case) for n in JOBS for case in JOBS[n] if case not in (RESUMED, OTHER_STAGES, SYNCHRONOUS, *DROPOUT, *AUTOCAST, *OTHERS, *RELOADED)
+    (n, case)
+    for n in JOBS
+    for case in JOBS[n]
+    if case not in (RESUMED, OTHER_STAGES, SYNCHRONOUS, *DROPOUT, *SEEDED, *AUTOCAST, *OTHERS, *RELOADED)
 ]
 
 
@@ -109,6 +116,7 @@ def test_a_checkpoint_of_another_number_of_stages_is_refused(results):
 def test_evaluation_leaves_training_bitwise_unchanged(results, processes):
     assert bitwise(results(processes, "evaluated"), results(processes, "BasisRotation-1"))
     assert bitwise(results(processes, "dropout"), results(processes, "dropout-evaluated"))
+    assert bitwise(results(2, "seeded"), results(2, "seeded-evaluated"))
     evaluated = results(processes, "evaluated")
     assert len(evaluated[0]["evals"]) == 3 and all(r["evals"] == evaluated[0]["evals"] for r in evaluated)
 

@@ -56,7 +56,9 @@ def results(tmp_path_factory):
     # DeepSpeed cannot build a plain engine in a process that has had a pipeline: those first.
     cases = sorted([*PLAIN, *REFUSED_CASES], key=lambda case: case.get("pipeline", True))
     head = {"name": "with-head", "head": True, "optimizer": "BasisRotation", "updates": 2}
-    job = run_cases(2, [*cases, head, {"name": "after-all-that"}], folder)
+    parts = [{"name": "linear-ends-stage-0", "linears": 2}, {"name": "a-block-is-stage-1", "layers": 2}]
+    parts = [{**part, "optimizer": "BasisRotation", "updates": 2} for part in parts]
+    job = run_cases(2, [*cases, head, *parts, {"name": "after-all-that"}], folder)
     return lambda name: load(folder, name), job.stderr
 
 
@@ -92,6 +94,18 @@ def test_only_the_stage_that_holds_the_head_leaves_it_out(results):
     """Stage 0 ends in a block, stage 1 in the output head, and neither sees the other."""
     rotated = [r["rotated"] for r in results[0]("with-head")]
     assert rotated == [[f"{i}.{layer}.weight" for i in stage for layer in ("up", "down")] for stage in ((0, 1, 2), (3,))]
+
+
+@pytest.mark.parametrize(
+    "name, rotated",
+    [
+        ("linear-ends-stage-0", [["0.weight", "1.weight"], [f"{i}.{layer}.weight" for i in (2, 3) for layer in ("up", "down")]]),
+        ("a-block-is-stage-1", [[f"{i}.{layer}.weight" for layer in ("up", "down")] for i in (0, 1)]),
+    ],
+)
+def test_a_stage_is_not_taken_for_a_whole_model(results, name, rotated):
+    """What ends a stage is not the output head, and neither is the last of several equal blocks that is alone on its stage."""
+    assert [r["rotated"] for r in results[0](name)] == rotated
 
 
 def test_a_log_line_counts_what_is_rotated(results):

@@ -39,7 +39,7 @@ def gradients(shape, updates, seed=0):
 @pytest.mark.parametrize("source, geometry, shape, damping", CASES, ids=str)
 def test_weights_follow_the_twin(source, geometry, shape, damping):
     config = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.98), "source": source, "geometry": geometry, "refresh_period": 4}
-    config |= {"noise_floor": 1e-2, "covariance_damping": damping}
+    config |= {"noise_floor": 1e-2, "covariance_damping": damping, "covariance_beta": 0.9}
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     parameter = torch.nn.Parameter(weight.clone())
     optimizer = BasisRotation([parameter], **config)

@@ -31,6 +31,14 @@ def test_staleness_is_the_number_of_later_stages(stages, accumulation):
     assert [schedule.staleness(k) for k in range(stages)] == list(range(stages - 1, -1, -1))
 
 
+def test_staleness_is_counted_and_not_assumed():
+    class OneForwardLess(AsyncSchedule):
+        def call(self, stage, first, filled):
+            return super().call(min(stage + 1, self.stages - 1), first, filled)
+
+    assert [OneForwardLess(4, 2).staleness(k) for k in range(4)] == [2, 1, 0, 0]
+
+
 @pytest.mark.parametrize("stages, accumulation", SIZES)
 @pytest.mark.parametrize("cuts", [(), (2,), (1, 4)])
 def test_versions_follow_the_rule_also_after_cuts(stages, accumulation, cuts):
