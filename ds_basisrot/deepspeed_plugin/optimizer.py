@@ -9,18 +9,17 @@ from torch import Tensor, nn
 from ..optim.basis_rotation import BasisRotation
 from ..optim.routing import describe, is_linear, named_rotation, pattern_matches, route
 from . import agreement
-from .config import ConfigError, check_optimizer_params
+from .config import ConfigError
 from .log import log
 from .refusals import check_experts
 
 
 def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) -> BasisRotation:
-    """BasisRotation over `model_parameters` (tensors or groups, as given to deepspeed.initialize) with the JSON's `params`.
+    """BasisRotation over `model_parameters` (tensors or groups, as given to deepspeed.initialize) with the JSON's `params`, checked before.
 
     Raises:
-        ConfigError: an illegal parameter, a pattern that matches nothing, or nothing to rotate, in the whole model.
+        ConfigError: a pattern that matches nothing, or nothing to rotate, in the whole model; experts spread over ranks.
     """
-    check_optimizer_params(params)
     check_experts(engine.module, "optimizer.type: BasisRotation")
     params = dict(params)
     patterns = params.pop("rotate", None)

@@ -37,7 +37,8 @@ def check_experts(module: Any, what: str) -> None:
         ConfigError: naming the layer.
     """
     for name, layer in module.named_modules():
-        if getattr(layer, "ep_size", 1) > 1:
+        ranks = getattr(layer, "ep_size", 1)
+        if isinstance(ranks, int) and ranks > 1:
             raise ConfigError(f"{what} does not go with expert parallelism yet; build {name} ({type(layer).__name__}) with ep_size=1")
 
 

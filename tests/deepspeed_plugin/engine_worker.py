@@ -19,7 +19,7 @@ from models import BATCH, OPTIMIZERS, WIDTH, Block, TakesTuple, blocks, microbat
 
 DEFAULTS = {
     "pipeline": True, "stages": None, "schedule": "async_1f1b", "stashing": True, "gas": 1, "optimizer": "AdamW", "clip": 0.0,
-    "scheduler": False, "bf16": False, "autocast": False, "outer_autocast": False, "config": {}, "config_of_rank_1": {},
+    "scheduler": False, "autocast": False, "outer_autocast": False, "config": {}, "config_of_rank_1": {},
     "layers": None, "head": False, "linears": 0, "seed_layers": False,
     "tied": False, "tuples": False, "dropout": 0.0, "frozen": [], "checkpoint_activations": 0,
     "updates": 12, "eval_after": [], "save_after": None, "load": None, "reload_after": None, "user_changes": False, "refused": False,
@@ -39,8 +39,6 @@ def ds_config(case):
     if case["scheduler"]:
         params = {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 8, "warmup_type": "linear"}
         config["scheduler"] = {"type": "WarmupLR", "params": params}
-    if case["bf16"]:
-        config["bf16"] = {"enabled": True}
     if case["autocast"]:
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     for changes in (case["config"], case["config_of_rank_1"] if dist.get_rank() == 1 else {}):
@@ -87,8 +85,7 @@ def initialize(case):
 
 def train_pipeline(engine, case, folder):
     replica, start = engine.grid.get_data_parallel_id(), engine.global_steps
-    dtype = torch.bfloat16 if case["bf16"] else torch.float32
-    data = ((x.to(dtype), y.to(dtype)) for x, y in stream(replica, start * case["gas"]))
+    data = stream(replica, start * case["gas"])
     losses, lrs, evals = [], [], []
     for update in range(start + 1, case["updates"] + 1):
         with torch.autocast("cpu", torch.bfloat16, enabled=case["outer_autocast"]):

@@ -23,7 +23,7 @@ REFUSED = [
     ({"optimizer": "BasisRotation", "config": {"optimizer.params.refresh_perod": 3}}, "did you mean 'refresh_period'?"),
     ({"optimizer": "BasisRotation", "config": {"optimizer.params.refresh_period": 0}}, "optimizer.params.refresh_period: must be"),
     ({"optimizer": "BasisRotation", "config": {"optimizer.type": "BasisRotatoin"}}, "did you mean 'BasisRotation'?"),
-    ({"optimizer": "BasisRotation", "bf16": True}, "bf16.enabled: BasisRotation runs in fp32"),
+    ({"optimizer": "BasisRotation", "config": {"bf16.enabled": True}}, "bf16.enabled: BasisRotation runs in fp32"),
     ({"optimizer": "BasisRotation", "config": {"optimizer.params.rotate": {"exclude": ["*"]}}}, "nothing would be rotated"),
     (
         {"optimizer": "BasisRotation", "config": {"optimizer.params.rotate": {"exclude": ["0.*", "x.*"]}}},
@@ -37,7 +37,7 @@ REFUSED = [
     ({"tied": True}, "cannot train layers tied across stages (shared)"),
     ({"pipeline": False, "optimizer": "BasisRotation", "config": {"zero_optimization.stage": 1}}, "ZeRO 1 hands it flat slices"),
     ({"pipeline": False, "optimizer": "BasisRotation", "config": {"zero_optimization.stage": 3}}, "ZeRO 3 hands it flat slices"),
-    ({"pipeline": False, "optimizer": "BasisRotation", "bf16": True}, "bf16.enabled: BasisRotation runs in fp32"),
+    ({"pipeline": False, "optimizer": "BasisRotation", "config": {"bf16.enabled": True}}, "bf16.enabled: BasisRotation runs in fp32"),
     (
         {"config_of_rank_1": {"pipeline.weight_stashing": False}},
         "rank 1 differs from rank 0 in pipeline.weight_stashing: False against True",

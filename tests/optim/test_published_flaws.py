@@ -90,14 +90,13 @@ def test_the_null_space_of_a_low_rank_gradient_is_not_blown_up():
     assert (step - inside).norm() <= 1e-3 * step.norm()
 
 
-def noise_only_steps(gradient_of, dtype):
+def noise_only_steps(tell, dtype):
     """Steps, in units of lr, of the coordinates that hold only rounding noise of a rank-2 gradient that arrives in `dtype`."""
     generator = torch.Generator().manual_seed(0)
     left, right = torch.randn(32, 2, generator=generator), torch.randn(2, 24, generator=generator)
     parameter = nn.Parameter(torch.zeros(32, 24))
     optimizer = BasisRotation([parameter], lr=1.0, weight_decay=0.0, refresh_period=4)
-    gradient_of(optimizer)
-    before = parameter.detach().clone()
+    tell(optimizer)
     for _ in range(20):
         before = parameter.detach().clone()
         exact = left @ torch.diag(torch.randn(2, generator=generator)) @ right
