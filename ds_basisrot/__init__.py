@@ -12,15 +12,16 @@ from ds_basisrot import _activation
 
 if TYPE_CHECKING:
     from ds_basisrot.optim.basis_rotation import BasisRotation
-    from ds_basisrot.optim.routing import param_groups
+    from ds_basisrot.optim.routing import param_groups, tag
 
 __version__ = "0.1.0"
-__all__ = ["BasisRotation", "param_groups"]
+__all__ = ["BasisRotation", "param_groups", "tag"]
 
 # public name -> module that defines it
 _HOMES = {
     "BasisRotation": "ds_basisrot.optim.basis_rotation",
     "param_groups": "ds_basisrot.optim.routing",
+    "tag": "ds_basisrot.optim.routing",
 }
 
 

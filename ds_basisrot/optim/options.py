@@ -72,12 +72,27 @@ def _is_lr(value: Any) -> bool:
     return _at_least_zero(float(value)) if hasattr(value, "item") else _at_least_zero(value)
 
 
+def _is_strings(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+
+
 def _is_patterns(value: Any) -> bool:
-    lists = value.values() if isinstance(value, Mapping) and set(value) <= {"include", "exclude"} else [None]
-    return all(isinstance(patterns, (list, tuple)) and all(isinstance(p, str) for p in patterns) for patterns in lists)
+    if not isinstance(value, Mapping) or not set(value) <= {"include", "exclude", "layout"}:
+        return False
+    layouts = value.get("layout", {})
+    is_layouts = isinstance(layouts, Mapping) and all(isinstance(key, str) and isinstance(each, Mapping) for key, each in layouts.items())
+    return is_layouts and all(_is_strings(value.get(kind, ())) for kind in ("include", "exclude"))
 
 
-CHOICES = {"geometry": GEOMETRIES, "source": SOURCES, "refresh_allocation": ALLOCATIONS}
+DTYPES = ("float32", "bfloat16")
+
+CHOICES = {
+    "geometry": GEOMETRIES,
+    "source": SOURCES,
+    "refresh_allocation": ALLOCATIONS,
+    "state_dtype": DTYPES,
+    "product_dtype": DTYPES,
+}
 
 LEGAL = {
     "lr": (_is_lr, "a number >= 0"),
@@ -85,6 +100,8 @@ LEGAL = {
     "eps": (_at_least_zero, "a number >= 0"),
     "weight_decay": (_at_least_zero, "a number >= 0"),
     "refresh_period": (_is_positive_int, "an integer >= 1 (updates)"),
+    "staleness": (_at_least_zero, "a number >= 0 (updates)"),
+    "auto_budget": (lambda v: _is_number(v) and v >= 1, "a number >= 1"),
     "stagger": (lambda v: isinstance(v, bool), "true or false"),
     "covariance_beta": (lambda v: v is None or _is_decay(v), "a number in [0, 1), or null for betas[1]"),
     "covariance_damping": (_at_least_zero, "a number >= 0"),
@@ -95,10 +112,51 @@ LEGAL = {
 
 
 def check_patterns(rotate: Any) -> None:
-    """Check the optimizer's `rotate` option: shell-style patterns on parameter names.
+    """Check the optimizer's `rotate` option: shell-style patterns on parameter names, and the layouts of those that match.
 
     Raises:
-        ValueError: when it is not a mapping of the two pattern lists.
+        ValueError: when it is not a mapping of the two pattern lists and the layouts, or a layout is none.
     """
-    if rotate is not None and not _is_patterns(rotate):
-        raise ValueError(f'rotate: must be {{"include": [...], "exclude": [...]}} with patterns on parameter names, got {rotate!r}')
+    if rotate is None:
+        return
+    if not _is_patterns(rotate):
+        raise ValueError(
+            'rotate: must be {"include": [...], "exclude": [...], "layout": {pattern: {...}}} with patterns on parameter names, '
+            f"got {rotate!r}"
+        )
+    for pattern, layout in rotate.get("layout", {}).items():
+        check_layout(layout, f"rotate.layout: {pattern!r}")
+
+
+# Kind of a parameter that holds matrices -> the numbers of dimensions it may have.
+KINDS = {"matrix": (2,), "stack": (3,), "convolution": (3, 4, 5)}
+
+LAYOUT = {
+    "rows": (
+        lambda v: isinstance(v, (list, tuple)) and len(v) > 0 and all(map(_is_positive_int, v)),
+        "a list of integers >= 1, the rows of each block",
+    ),
+    "groups": (_is_positive_int, "an integer >= 1"),
+    "names": (lambda v: _is_strings(v) and len(set(v)) == len(v), "a list of different names, one for each block of rows"),
+    "transposed": (lambda v: isinstance(v, bool), "true or false"),
+    "kind": (lambda v: isinstance(v, str) and v in KINDS, "one of " + ", ".join(KINDS)),
+}
+
+
+def check_layout(layout: Mapping[str, Any], where: str) -> None:
+    """Check the keys and values of a parameter's layout (see `layout.parts`), whatever the parameter.
+
+    Raises:
+        ValueError: naming `where` and the key.
+    """
+    check_names(layout, LAYOUT, where)
+    for key, value in layout.items():
+        is_legal, legal = LAYOUT[key]
+        if not is_legal(value):
+            hint = f"; {closest(value, list(KINDS))}" if key == "kind" and isinstance(value, str) else ""
+            raise ValueError(f"{where}: {key} must be {legal}, got {value!r}{hint}")
+    if "groups" in layout and "rows" not in layout:
+        raise ValueError(f"{where}: groups needs rows, the rows of each block of one group")
+    blocks = len(layout.get("rows", (1,)))
+    if "names" in layout and len(layout["names"]) != blocks:
+        raise ValueError(f"{where}: names must be as many as blocks of rows, {blocks}, got {layout['names']!r}")

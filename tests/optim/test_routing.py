@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_basisrot import BasisRotation, param_groups
-from ds_basisrot.optim.routing import describe, route
+from ds_basisrot import BasisRotation, param_groups, tag
+from ds_basisrot.optim.routing import describe, named_rotation, pattern_matches, route
 
 
 class Block(nn.Module):
@@ -63,7 +63,7 @@ def test_a_model_that_names_its_head_is_believed():
     class Named(LanguageModel):
         def __init__(self):
             super().__init__()
-            self.value_head = nn.Linear(4, 1)
+            self.value_head = nn.Linear(4, 2)
 
         def get_output_embeddings(self):
             return self.head
@@ -162,6 +162,111 @@ def test_param_groups_route_for_a_plain_loop():
 def test_nothing_to_rotate_is_refused():
     with pytest.raises(ValueError, match="nothing would be rotated: .*1 embedding"):
         param_groups(nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4)))
+
+
+def test_an_included_parameter_is_rotated_as_its_module_says_or_as_its_dimensions_do():
+    model = nn.ModuleDict(
+        {"attention": nn.MultiheadAttention(4, 2, bias=False), "table": nn.Embedding(5, 4), "up": nn.ConvTranspose1d(2, 3, 4)}
+    )
+    routes = route(model, {"include": ["*weight"]})
+    assert routes["attention.in_proj_weight"] == route(model)["attention.in_proj_weight"]
+    assert routes["table.weight"].entry is True and routes["table.weight"].reason == "included by pattern"
+    assert routes["up.weight"].entry is True
+
+
+def test_a_layout_pattern_includes_a_parameter_and_loses_to_exclude():
+    layout = {"rows": [2, 1], "groups": 2, "names": ["a", "b"]}
+    patterns = {
+        "layout": {"positions": layout, "blocks.0.up.weight": {"rows": [4, 4]}},
+        "exclude": ["blocks.0.*"],
+        "include": ["positions"],
+    }
+    routes = route(LanguageModel(), patterns)
+    assert routes["positions"].entry == layout and routes["positions"].reason == "layout by pattern"
+    assert not routes["blocks.0.up.weight"].rotate
+    assert routes["blocks.1.up.weight"].entry is True
+    assert pattern_matches(patterns, routes) == {
+        "rotate.layout: 'positions'": 1, "rotate.layout: 'blocks.0.up.weight'": 1, "rotate.exclude: 'blocks.0.*'": 6,
+        "rotate.include: 'positions'": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layout, message",
+    [
+        ({"*.up.weight": {"rows": [3, 4]}}, r"rotate.layout: '\*.up.weight' matches blocks.0.up.weight: layout: rows \[3, 4\] make 7 rows"),
+        ({"*.up.weight": {"row": [4, 4]}}, r"rotate.layout: '\*.up.weight': unknown key 'row'; did you mean 'rows'"),
+        ({"*.up.weight": {"rows": "q"}}, r"rotate.layout: '\*.up.weight': rows must be a list"),
+        ({"*.up.weight": True}, "rotate: must be"),
+        (["*.up.weight"], "rotate: must be"),
+        ({"norm.weight": {}}, "rotate.layout: 'norm.weight' matches norm.weight: shape .* cannot be rotated"),
+        ({"*.qkv": {}}, r"rotate.layout: '\*.qkv' matches no parameter"),
+    ],
+)
+def test_wrong_layouts_are_refused(layout, message):
+    with pytest.raises(ValueError, match=message) as error:
+        param_groups(LanguageModel(), rotate={"layout": layout})
+    assert "\n" not in str(error.value)
+
+
+def test_a_tag_wins_over_the_module_and_loses_to_patterns():
+    model = LanguageModel()
+    tag(model.positions, rows=[2, 4], names=("first", "rest"))
+    assert tag(model.blocks[0].up.weight, rotate=False) is model.blocks[0].up.weight
+    tag(model.blocks[1].up.weight, rotate=False)
+    tag(model.head.weight)
+    routes = route(model, {"exclude": ["head.*"], "include": ["blocks.1.up.weight"]})
+    assert routes["positions"].entry == {"rows": [2, 4], "names": ["first", "rest"]} and routes["positions"].reason == "tagged"
+    assert not routes["blocks.0.up.weight"].rotate and routes["blocks.0.up.weight"].reason == "tagged not to be rotated"
+    assert routes["blocks.1.up.weight"].rotate and not routes["head.weight"].rotate
+    assert route(model)["head.weight"].rotate
+    assert named_rotation([model.positions, model.blocks[0].up.weight], None, None, {}) == (routes["positions"].entry, False)
+
+
+@pytest.mark.parametrize(
+    "tags, message",
+    [
+        ({"rows": [1, 2]}, r"tag: layout: rows \[1, 2\] make 3 rows, but shape \[6, 4\] has 6"),
+        ({"kind": "matrices"}, "tag: kind must be one of .*did you mean 'matrix'"),
+        ({"rotate": False, "rows": [6]}, "tag: rotate=False takes no rows"),
+    ],
+)
+def test_a_tag_that_does_not_fit_is_refused(tags, message):
+    with pytest.raises(ValueError, match=message):
+        tag(nn.Parameter(torch.zeros(6, 4)), **tags)
+
+
+def test_vectors_and_empty_parameters_are_not_worth_rotating():
+    model = nn.ModuleDict(
+        {"one_out": nn.Linear(4, 1), "one_in": nn.Linear(1, 4), "depthwise": nn.Conv2d(3, 3, 1, groups=3), "last": Block()}
+    )
+    model["last"].nothing = nn.Parameter(torch.zeros(0, 4))
+    routes = route(model, {"include": ["last.nothing"]}, holds_output=False)
+    assert {name for name, each in routes.items() if each.reason == "vector"} == {f"{n}.weight" for n in ("one_out", "one_in", "depthwise")}
+    assert routes["last.nothing"].reason == "empty" and not routes["last.nothing"].rotate
+    bare = [nn.Parameter(torch.zeros(shape)) for shape in ((4, 1), (0, 4), (3,), (2, 3, 4), (3, 4))]
+    assert named_rotation(bare, None, None, {}) == (False, False, False, False, True)
+    assert named_rotation(bare[1:2], None, True, {}) == (False,)
+
+
+def test_the_entries_of_a_group_may_be_layouts():
+    matrix, stack = nn.Parameter(torch.zeros(6, 4)), nn.Parameter(torch.zeros(2, 6, 4))
+    rows = {"rows": (2, 4)}
+    assert named_rotation([matrix, stack], None, [rows, True], {}) == ({"rows": [2, 4]}, True)
+    assert named_rotation([matrix, stack], None, rows, {}) == ({"rows": [2, 4]},) * 2
+    assert named_rotation([matrix], None, [{}], {}) == (True,)
+    assert named_rotation([matrix, stack], ["m", "s"], [rows, False], {"include": ["*"]}) == ({"rows": [2, 4]}, True)
+    assert named_rotation([matrix, stack], ["m", "s"], [rows, True], {"exclude": ["m"], "layout": {"s": rows}}) == (False, {"rows": [2, 4]})
+    with pytest.raises(ValueError, match=r"rotate: m: layout: rows \[2, 2\] make 4 rows"):
+        named_rotation([matrix], ["m"], {"rows": [2, 2]}, {})
+    with pytest.raises(ValueError, match="patterns need names, and so do layouts"):
+        named_rotation([matrix], None, True, {"include": ["*"]})
+
+
+def test_entries_survive_a_safe_checkpoint(tmp_path):
+    groups = param_groups(nn.ModuleList([nn.MultiheadAttention(4, 2), Block()]), rotate={"layout": {"1.up.weight": {"rows": [4, 4]}}})
+    torch.save(groups[0]["rotate"], tmp_path / "rotate.pt")
+    assert torch.load(tmp_path / "rotate.pt", weights_only=True) == groups[0]["rotate"]
 
 
 def test_an_unrouted_matrix_is_rotated_and_an_impossible_one_refused():
