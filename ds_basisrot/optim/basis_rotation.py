@@ -2,31 +2,29 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import eigenbasis, refresh
+from . import adamw
+from .gradient_gate import Gate, Outcome, largest_elements
 from .options import check_group_keys, check_options, check_patterns
+from .roles import Role, Stages, assign_roles, describe_sides
+from .rotated_adam import StackUpdate
 from .routing import check_patterns_match, named_rotation
+from .side_stream import SideStream
 from .state import (
+    COLD,
     FAILED_REFRESHES,
-    LEFT_BASIS,
-    LEFT_COVARIANCE,
-    MOMENTUM,
-    RIGHT_BASIS,
-    RIGHT_COVARIANCE,
-    ROTATED_MOMENTUM,
-    ROTATED_SECOND_MOMENT,
+    LARGEST_UNSCALED,
     SCALE,
-    SECOND_MOMENT,
-    SIDES,
-    SMALLEST_EPS,
     STEP,
     check_state,
+    complete_state,
     is_history,
     is_usable,
     new_state,
@@ -50,30 +48,41 @@ class BasisRotation(torch.optim.Optimizer):
         W <- (1 - lr wd) W - lr sqrt(1-b2^t) / (1-b1^t) U ( M' / max(sqrt(S) + eps, noise_floor RMS(sqrt(S))) ) V^T
 
     The first basis holds the singular vectors of the first gradient; every `refresh_period` updates one power iteration and QR follow the
-    covariances (second order) or the momentum (first order). A stacked weight `[e, m, n]` is e matrices. Parameters that are not rotated
-    get AdamW with the same hyper-parameters. States are float32 whatever the parameters' dtype. An update with a gradient that is not
-    finite, or 1e12 times larger than ordinary, is skipped, counted in `skipped_updates` and logged. A parameter's all-zero gradients before
-    its first real one are ignored.
+    covariances (second order) or the momentum (first order). A stacked weight `[e, m, n]` is e matrices, a fused one as many as its layout
+    says (see `layout.parts`). Parameters that are not rotated get AdamW with the same hyper-parameters. An update with a gradient that is
+    not finite, or 1e12 times larger than ordinary, is skipped, counted in `skipped_updates` and logged. A parameter's all-zero gradients
+    before its first real one are ignored; a matrix of a stack gets its first basis from its own first gradient that is not zero.
+
+    On an accelerator `step()` does not wait for the device, but for a parameter's first update: what the host must know about an update's
+    gradients it learns in the next one, and until then a flag on the device keeps a bad one out.
 
     Args:
         params: parameters, named parameters, or groups, as for any torch optimizer; `ds_basisrot.param_groups(model)` routes a model's
-            parameters by module. A group's `rotate` is True, False, or a list of bools aligned with its parameters; without it every
-            parameter with two dimensions is rotated. A group may have its own value of every option.
+            parameters by module. A group's `rotate` is True, False, or a list aligned with its parameters of True, False or a layout;
+            without it every parameter with two dimensions is rotated. A group may have its own value of every option.
         lr: learning rate.
         betas: decay rates of momentum and second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled, as in AdamW.
-        geometry: "bilateral" rotates both sides of a matrix, "unilateral" the smaller one.
+        geometry: "bilateral" rotates both sides of a matrix, "unilateral" the shorter one, "auto" the longer one only where it is cheap.
+        auto_budget: with "auto", the longer side is rotated if it is shorter than this many times the other: rotating a side costs in
+            proportion to its length.
         source: "second_order" keeps covariances of the gradient, "first_order" lets the momentum stand in for them.
         refresh_period: updates between two bases of a matrix.
-        refresh_allocation: how refreshes are shared among pipeline stages: "uniform".
+        refresh_allocation: how refreshes are shared among pipeline stages at equal cost: "uniform", "stage_aware" (a stage whose gradients
+            are later refreshes more often) or "inverse"; see `refresh.rates`.
+        staleness: how late the gradients are, in updates; usually a group's own value, one group for each stage. A pipeline engine or the
+            simulator tells the optimizer of one stage about all stages with `share_refreshes`.
         stagger: spread the matrices' refreshes over the period, so that no update is slow; False refreshes all at once.
         covariance_beta: decay of the covariances (default: betas[1]).
         covariance_damping: added to a covariance's diagonal at a refresh, relative to its mean eigenvalue; keeps directions without a
             gradient in place, whose images are rounding noise.
         noise_floor: smallest root of a rotated second moment that is trusted, relative to their RMS over the matrix, so that coordinates
             holding only rounding noise do not take full-size steps (default: by the gradients' precision).
-        max_dim: a side larger than this is left unrotated.
+        max_dim: a side longer than this is left unrotated.
+        state_dtype: precision in which momentum and bases are stored, "float32" or "bfloat16"; the second moment and the covariances are
+            float32 always.
+        product_dtype: precision of the products that rotate gradients and updates, "float32" or "bfloat16".
         rotate: {"include": [...], "exclude": [...]}, shell-style patterns on parameter names that win over the groups' own routing.
 
     Attributes:
@@ -93,43 +102,51 @@ class BasisRotation(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         *,
         geometry: str = "bilateral",
+        auto_budget: float = 4.0,
         source: str = "second_order",
         refresh_period: int = 10,
         refresh_allocation: str = "uniform",
+        staleness: float = 0.0,
         stagger: bool = True,
         covariance_beta: float | None = None,
         covariance_damping: float = 0.01,
         noise_floor: float | None = None,
         max_dim: int = 8192,
-        rotate: Mapping[str, list[str]] | None = None,
+        state_dtype: str = "float32",
+        product_dtype: str = "float32",
+        rotate: Mapping[str, Any] | None = None,
     ):
         check_patterns(rotate)
         self._patterns = rotate or {}
-        self._plan: dict[Tensor, _Role] | None = None
-        self.skipped_updates = 0
+        self._plan: dict[Tensor, Role] | None = None
+        self._stages: Stages | None = None
+        self._unread: tuple[list, Outcome] | None = None
+        self._skipped_updates = 0
         self.gradient_dtype: torch.dtype | None = None
         defaults = {
             "lr": lr, "betas": tuple(betas) if isinstance(betas, list) else betas, "eps": eps, "weight_decay": weight_decay,
-            "geometry": geometry, "source": source, "refresh_period": refresh_period, "refresh_allocation": refresh_allocation,
-            "stagger": stagger, "covariance_beta": covariance_beta, "covariance_damping": covariance_damping, "noise_floor": noise_floor,
-            "max_dim": max_dim, "rotate": None,
+            "geometry": geometry, "auto_budget": auto_budget, "source": source, "refresh_period": refresh_period,
+            "refresh_allocation": refresh_allocation, "staleness": staleness, "stagger": stagger, "covariance_beta": covariance_beta,
+            "covariance_damping": covariance_damping, "noise_floor": noise_floor, "max_dim": max_dim, "state_dtype": state_dtype,
+            "product_dtype": product_dtype, "rotate": None,
         }  # fmt: skip
         check_options(defaults)
         super().__init__(params, defaults)
         check_patterns_match(rotate, [name for group in self.param_groups for name in group.get("param_names", ())])
-        if not any(any(group["rotate"]) or group["routed"] for group in self.param_groups):
+        if not any(any(entry is not False for entry in group["rotate"]) or group["routed"] for group in self.param_groups):
             raise ValueError(
                 "nothing would be rotated: no parameter has two dimensions; pass whole matrices (not flattened partitions of them) "
                 "or use AdamW"
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("_patterns", "skipped_updates", "gradient_dtype")}
+        self._settle()
+        own = {name: getattr(self, name) for name in ("_patterns", "_stages", "_skipped_updates", "gradient_dtype")}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan = None  # keyed by parameters, which copying replaces
+        self._plan, self._unread = None, None  # keyed by parameters, which copying replaces
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its `rotate` (see the class) becomes a tuple of bools aligned with its parameters."""
@@ -143,6 +160,12 @@ class BasisRotation(torch.optim.Optimizer):
         group["rotate"] = named_rotation(group["params"], group.get("param_names"), group["rotate"], self._patterns)
         self._plan = None
 
+    @property
+    def skipped_updates(self) -> int:
+        """Updates skipped for a gradient that was not finite, or absurdly large."""
+        self._settle()
+        return self._skipped_updates
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         """One update of every parameter that has a gradient; returns the closure's loss, if there is a closure."""
@@ -150,82 +173,122 @@ class BasisRotation(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._settle()
         if self._plan is None or any(p not in self._plan for group in self.param_groups for p in group["params"]):
-            self._plan = self._make_plan()
-        present = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None and p.numel() > 0]
-        largest = _largest_elements([p.grad for _, p in present])
-        unusable = next(((p, size) for (_, p), size in zip(present, largest) if not is_usable(self.state.get(p), size)), None)
-        if unusable is not None:
-            self.skipped_updates += 1
-            p, size = unusable
-            fault = f"{size:.0e} and too large for what came before" if math.isfinite(size) else "not finite"
-            logger.warning("update skipped: the gradient of %s is %s (%d skipped so far)", self._plan[p].name, fault, self.skipped_updates)
-            return loss
-        for (group, p), size in zip(present, largest):
-            state = self.state.get(p)
-            if not state or is_history(state, size):
-                if size == 0.0:
-                    continue
-                if state:
-                    logger.warning("state of %s begun anew: its gradients were huge and are %.0e now", self._plan[p].name, size)
-                state = self.state[p] = new_state(p, self._plan[p].sides, group["source"] == "second_order", size)
-            self._update(p, group, state, size)
+            self._plan = assign_roles(self.param_groups, self._stages)
+        work = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None and p.numel() > 0]
+        if work:
+            with torch.autocast(work[0][1].device.type, enabled=False):
+                self._take_step(work)
         return loss
 
-    def _update(self, p: Tensor, group: dict, state: dict, size: float) -> None:
-        role, (beta1, beta2) = self._plan[p], group["betas"]
-        rescale(state, size)
-        scale = state[SCALE]
-        gradient = (p.grad if scale == 1.0 else p.grad / scale).to(torch.float32)
-        state[STEP] += 1
-        if role.rotated:
-            self._update_bases(p, group, state, role, gradient)
-            gradient = _rotate(gradient, state)
-            momentum, second_moment = state[ROTATED_MOMENTUM], state[ROTATED_SECOND_MOMENT]
+    def _take_step(self, work: list[tuple[dict, Tensor]]) -> None:
+        sizes = largest_elements([p.grad for _, p in work])
+        if self._host_decides(work, sizes):
+            self._update([work[i] for i in self._admit(work, sizes.tolist())], Gate())
         else:
-            momentum, second_moment = state[MOMENTUM], state[SECOND_MOMENT]
-        momentum.lerp_(gradient, 1 - beta1)
-        second_moment.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            self._unread = work, Outcome(sizes)
+            self._update(work, Gate((sizes <= self._limits(work, sizes)).all()))
 
-        step_size = float(group["lr"]) / (1 - beta1 ** state[STEP])
-        correction = math.sqrt(1 - beta2 ** state[STEP])
-        eps = max(group["eps"] / scale, SMALLEST_EPS)
-        if role.rotated:
-            # The method adds eps to the root before its bias correction, AdamW after it.
-            denominator = torch.maximum(second_moment.sqrt().add_(eps), self._noise_floor(p, group, second_moment)).div_(correction)
-        else:
-            denominator = second_moment.sqrt().div_(correction).add_(eps)
-        update = momentum / denominator
-        if role.rotated:
-            update = _rotate_back(update, state)
+    def _limits(self, work: list[tuple[dict, Tensor]], sizes: Tensor) -> float | Tensor:
+        """The largest elements that the states' units can take in."""
+        scales = [self.state[p][SCALE] for _, p in work]
+        if all(scale == 1.0 for scale in scales):
+            return LARGEST_UNSCALED
+        return LARGEST_UNSCALED * torch.tensor(scales, dtype=sizes.dtype).to(sizes.device, non_blocking=True)
 
-        weight = p if p.dtype in (torch.float32, torch.float64) else p.to(torch.float32)
-        weight.mul_(1 - float(group["lr"]) * group["weight_decay"]).add_(update.to(weight.dtype), alpha=-step_size)
-        if weight is not p:
-            p.copy_(weight)
+    def _host_decides(self, work: list[tuple[dict, Tensor]], sizes: Tensor) -> bool:
+        """Whether the host looks at the gradients before the update: where it need not wait for them, or a matrix has no basis yet."""
+        return sizes.device.type == "cpu" or any(
+            not self.state.get(p) or any(value for key, value in self.state[p].items() if key.rpartition(".")[2] == COLD) for _, p in work
+        )
 
-    def _noise_floor(self, p: Tensor, group: dict, second_moment: Tensor) -> Tensor:
-        """Smallest trusted root of a rotated second moment, `[..., 1, 1]`."""
-        relative = group["noise_floor"]
-        if relative is None:
-            relative = eigenbasis.default_noise_floor(self.gradient_dtype or p.grad.dtype)
-        return relative * second_moment.mean((-2, -1), keepdim=True).sqrt_()
+    def _admit(self, work: list[tuple[dict, Tensor]], sizes: list[float]) -> list[int]:
+        """The members of `work` to update, with states in fitting units: none when a gradient is unusable."""
+        unusable = next((i for i, (_, p) in enumerate(work) if not is_usable(self.state.get(p), sizes[i])), None)
+        if unusable is not None:
+            self._skip(work[unusable][1], sizes[unusable])
+            return []
+        for (group, p), size in zip(work, sizes):
+            self._fit_units(p, size)
+            if not self.state.get(p) and size > 0.0:
+                self.state[p] = new_state(p, self._plan[p].stacks, group, size)
+        return [i for i, (_, p) in enumerate(work) if self.state.get(p)]
 
-    def _update_bases(self, p: Tensor, group: dict, state: dict, role: "_Role", gradient: Tensor) -> None:
-        """Covariances of this gradient, and the cold start or a refresh when one is due; the moments follow the new basis."""
-        beta = group["betas"][1] if group["covariance_beta"] is None else group["covariance_beta"]
-        if LEFT_COVARIANCE in state:
-            state[LEFT_COVARIANCE].lerp_(gradient @ gradient.mT, 1 - beta)
-        if RIGHT_COVARIANCE in state:
-            state[RIGHT_COVARIANCE].lerp_(gradient.mT @ gradient, 1 - beta)
-        try:
-            if state[STEP] == 1:
-                bases = eigenbasis.cold_start(gradient, *role.sides, self.gradient_dtype or p.grad.dtype)
-                _set_bases(state, *bases)
-            elif refresh.is_due(state[STEP], group["refresh_period"], role.offset):
-                _refresh(state, group)
-            else:
+    def _fit_units(self, p: Tensor, size: float) -> None:
+        """Bring the state of `p` into units that fit a gradient of this finite size."""
+        state = self.state.get(p)
+        if state and is_history(state, size):
+            logger.warning("state of %s begun anew: its gradients were huge and are %.0e now", self._plan[p].name, size)
+            del self.state[p]
+        elif state:
+            rescale(state, size)
+
+    def _skip(self, p: Tensor, size: float) -> None:
+        self._skipped_updates += 1
+        fault = f"{size:.0e} and too large for what came before" if math.isfinite(size) else "not finite"
+        logger.warning("update skipped: the gradient of %s is %s (%d skipped so far)", self._plan[p].name, fault, self._skipped_updates)
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Learn what became of the last update, where the host did not wait for it: a skipped one counts no step."""
+        if self._unread is None:
+            return
+        (work, outcome), self._unread = self._unread, None
+        sizes = outcome.read()
+        shut = next((i for i, (_, p) in enumerate(work) if not sizes[i] <= LARGEST_UNSCALED * self.state[p][SCALE]), None)
+        if shut is not None:
+            self._skip(work[shut][1], sizes[shut])
+            for _, p in work:
+                self.state[p][STEP] -= 1
+        for (_, p), size in zip(work, sizes):
+            if is_usable(self.state[p], size):
+                self._fit_units(p, size)
+
+    def _update(self, work: list[tuple[dict, Tensor]], gate: Gate) -> None:
+        if not work:
+            return
+        for _, p in work:
+            self.state[p][STEP] += 1
+        rotated = [(group, p) for group, p in work if self._plan[p].stacks]
+        side = SideStream(work[0][1].device)
+        for refreshing in (True, False):
+            with side if refreshing else nullcontext():
+                for group, p in rotated:
+                    if self._plan[p].refreshes(self.state[p][STEP]) is refreshing:
+                        self._update_rotated(p, group, gate)
+        adamw.update([(group, p, self.state[p]) for group, p in work if not self._plan[p].stacks], gate)
+        side.join()
+
+    def _update_rotated(self, p: Tensor, group: dict, gate: Gate) -> None:
+        state, role = self.state[p], self._plan[p]
+        gradient = gate.gradient(p.grad if state[SCALE] == 1.0 else p.grad / state[SCALE]).to(torch.float32)
+        directions = []
+        for stack in role.stacks:
+            own = stack.part.take(gradient).reshape(stack.shape)
+            update = StackUpdate(stack, state, group, gate, self.gradient_dtype or p.grad.dtype)
+            update.accumulate(own)
+            self._update_bases(update, own, role, state)
+            x, right, step_size = update.direction(own)
+            if right is not None and right.dtype == p.dtype == torch.float32 and stack.part.is_whole and p.is_contiguous():
+                adamw.add_product_to_weight(p.view(stack.shape), x, right.mT, step_size, group, gate)
                 return
+            directions.append((stack.part, x if right is None else (x.to(right.dtype) @ right.mT).float()))
+        whole = torch.empty(p.shape, device=p.device)
+        for part, direction in directions:
+            part.put(direction.reshape(part.shape), whole)
+        adamw.add_to_weight(p, whole, step_size, group, gate)
+
+    def _update_bases(self, update: StackUpdate, gradient: Tensor, role: Role, state: dict) -> None:
+        """The cold starts and refreshes that are due."""
+        stack = update.stack
+        cold = state[stack.key(COLD)]
+        due = [i for i in role.due(stack, state[STEP]) if i not in cold]
+        try:
+            if cold:
+                update.start(gradient)
+            for index in due:
+                update.refresh(index)
         except torch.linalg.LinAlgError as error:
             state[FAILED_REFRESHES] += 1
             logger.warning("basis of %s kept: %s (failure %d in a row)", role.name, error, state[FAILED_REFRESHES])
@@ -235,30 +298,34 @@ class BasisRotation(torch.optim.Optimizer):
                     "lower the learning rate, raise covariance_damping, or leave the matrix out with rotate.exclude"
                 ) from error
         else:
-            state[FAILED_REFRESHES] = 0
+            if due:
+                state[FAILED_REFRESHES] = 0
 
-    def _make_plan(self) -> dict[Tensor, "_Role"]:
-        """The role of every parameter: its name, its rotated sides, its place in the refresh period."""
-        plan = {}
-        for index, group in enumerate(self.param_groups):
-            names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
-            if len(group["rotate"]) != len(group["params"]) or any(
-                flag and p.ndim not in (2, 3) for p, flag in zip(group["params"], group["rotate"])
-            ):
-                raise RuntimeError(
-                    "the parameters of a group were exchanged after BasisRotation was built (by a wrapper that flattens them?): "
-                    "it needs the whole matrices it was given; use add_param_group for new ones"
-                )
-            for p, name, rotated in zip(group["params"], names, group["rotate"]):
-                sides = eigenbasis.rotated_sides(p.shape, group["geometry"], group["max_dim"]) if rotated else (False, False)
-                plan[p] = _Role(f"{name} {list(p.shape)}", sides)
-        matrices = [(group, p) for group in self.param_groups for p in group["params"] if plan[p].rotated]
-        for index, (group, p) in enumerate(matrices):
-            plan[p].offset = refresh.offset(index, len(matrices), group["refresh_period"]) if group["stagger"] else 0
-        return plan
+    def share_refreshes(self, staleness: Sequence[float], costs: Sequence[float], stage: int) -> None:
+        """Tell the optimizer of one pipeline stage about all stages, between which `refresh_allocation` shares the refreshes.
+
+        Args:
+            staleness: of each stage, in updates.
+            costs: `refresh_cost()` of each stage's optimizer.
+            stage: the one whose parameters these are.
+        """
+        self._stages, self._plan = (tuple(staleness), tuple(costs), stage), None
+
+    def describe(self) -> str:
+        """How many matrices are rotated on which sides, in words."""
+        return describe_sides(assign_roles(self.param_groups, self._stages).values())
+
+    def refresh_cost(self) -> int:
+        """Multiply-adds of refreshing all matrices once."""
+        return sum(sum(role.refresh_costs()) for role in assign_roles(self.param_groups, self._stages).values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of every torch optimizer. Momenta of rotated matrices are in the rotated basis."""
+        self._settle()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state exactly, each tensor in the dtype it was saved in. The options of this run win, but for RESTORED_OPTIONS.
+        """Load a state; the options of this run win, but for RESTORED_OPTIONS. Parameters' dtypes do not matter.
 
         Raises:
             ValueError: the state of a parameter is that of another routing, geometry, source or shape; nothing is loaded then.
@@ -266,84 +333,20 @@ class BasisRotation(torch.optim.Optimizer):
         current = [p for group in self.param_groups for p in group["params"]]
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         options = [{k: v for k, v in group.items() if k != "params" and k not in RESTORED_OPTIONS} for group in self.param_groups]
-        self._plan = self._make_plan()
+        self._plan = assign_roles(self.param_groups, self._stages)
         groups = {p: group for group in self.param_groups for p in group["params"]}
         exact = {}
         for p, saved_id in zip(current, saved_ids):
             saved = state_dict["state"].get(saved_id)
             if saved:
-                check_state(
-                    saved, new_state(p, self._plan[p].sides, groups[p]["source"] == "second_order", 1.0, meta=True), self._plan[p].name
-                )
-                exact[p] = {k: v.detach().to(p.device, copy=True) if torch.is_tensor(v) else copy(v) for k, v in saved.items()}
+                saved, expected = complete_state(saved), new_state(p, self._plan[p].stacks, groups[p], 1.0, meta=True)
+                check_state(saved, expected, self._plan[p].name)
+                exact[p] = {
+                    key: value.detach().to(p.device, expected[key].dtype, copy=True) if torch.is_tensor(value) else copy(value)
+                    for key, value in saved.items()
+                }
+        self._unread = None
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.state.update(exact)
         for group, kept in zip(self.param_groups, options):
             group.update(kept)
-
-
-class _Role:
-    """What the optimizer does with one parameter: its printable name, its rotated sides (left, right), its refresh offset in updates."""
-
-    def __init__(self, name: str, sides: tuple[bool, bool]):
-        self.name, self.sides, self.offset = name, sides, 0
-
-    @property
-    def rotated(self) -> bool:
-        return any(self.sides)
-
-
-def _largest_elements(gradients: list[Tensor]) -> list[float]:
-    """The largest magnitude in each gradient (NaN where there is one): one read from the device for all of them."""
-    if not gradients:
-        return []
-    if any(g.is_sparse for g in gradients):
-        raise RuntimeError("BasisRotation does not take sparse gradients: use sparse=False in nn.Embedding")
-    norms = torch._foreach_norm(gradients, math.inf)
-    return torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).tolist()
-
-
-def _rotate(matrix: Tensor, state: dict) -> Tensor:
-    if LEFT_BASIS in state:
-        matrix = state[LEFT_BASIS].mT @ matrix
-    if RIGHT_BASIS in state:
-        matrix = matrix @ state[RIGHT_BASIS]
-    return matrix
-
-
-def _rotate_back(matrix: Tensor, state: dict) -> Tensor:
-    if LEFT_BASIS in state:
-        matrix = state[LEFT_BASIS] @ matrix
-    if RIGHT_BASIS in state:
-        matrix = matrix @ state[RIGHT_BASIS].mT
-    return matrix
-
-
-def _set_bases(state: dict, left: Tensor | None, right: Tensor | None) -> None:
-    for key, basis in ((LEFT_BASIS, left), (RIGHT_BASIS, right)):
-        if basis is not None:
-            if not basis.isfinite().all():
-                raise torch.linalg.LinAlgError("the decomposition is not finite")
-            state[key].copy_(basis)
-
-
-def _refresh(state: dict, group: dict) -> None:
-    """A new basis from the covariances or the momentum; the momentum is re-expressed in it, the second moment follows its columns."""
-    momentum = _rotate_back(state[ROTATED_MOMENTUM], state)
-    damping, orders = group["covariance_damping"], []
-    bases = []
-    for left, (basis, covariance) in zip((True, False), SIDES):
-        if basis not in state:
-            fresh, order = None, None
-        elif group["source"] == "second_order":
-            fresh, order = eigenbasis.power_step(state[covariance], state[basis], damping)
-        else:
-            fresh, order = eigenbasis.power_step_of_momentum(momentum, state[basis], left, damping)
-        bases.append(fresh)
-        orders.append(order)
-    _set_bases(state, *bases)
-    second_moment = state[ROTATED_SECOND_MOMENT]
-    for order, gather in zip(orders, (eigenbasis.gather_rows, eigenbasis.gather_columns)):
-        if order is not None:
-            second_moment.copy_(gather(second_moment, order))
-    state[ROTATED_MOMENTUM].copy_(_rotate(momentum, state))

@@ -3,11 +3,15 @@
 Every function takes batched matrices `[..., m, n]`. A basis holds its vectors in columns: U is `[..., m, m]`, V is `[..., n, n]`.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from .orthonormal import householder, orthonormalise
+
 SOURCES = ("second_order", "first_order")
-GEOMETRIES = ("bilateral", "unilateral")
+GEOMETRIES = ("bilateral", "unilateral", "auto")
 
 # Singular directions of the first gradient below this fraction of the largest one are rounding noise of a float32 gradient.
 NULL_TOLERANCE = 3e-6
@@ -20,11 +24,23 @@ NOISE_FLOORS = {torch.float64: 1e-2, torch.float32: 1e-2, torch.float16: 3e-2, t
 SMALLEST_SHIFT = 1e-36
 
 
-def rotated_sides(shape: torch.Size, geometry: str, max_dim: int) -> tuple[bool, bool]:
-    """Which sides (left, right) of a matrix `[..., m, n]` are rotated: both, or the smaller one; never one larger than `max_dim`."""
+def rotated_sides(shape: Sequence[int], geometry: str, max_dim: int, auto_budget: float) -> tuple[bool, bool]:
+    """Which sides (left, right) of a matrix `[..., m, n]` are rotated; never one longer than `max_dim`.
+
+    Rotating a side of length k costs k multiply-adds per weight and product. "bilateral" rotates both sides, "unilateral" the shorter one,
+    "auto" the shorter one, and the longer one if that costs less than `auto_budget` times as much.
+    """
     m, n = shape[-2:]
-    left, right = (True, True) if geometry == "bilateral" else (m < n, m >= n)
+    if geometry == "bilateral" or (geometry == "auto" and max(m, n) < auto_budget * min(m, n)):
+        left = right = True
+    else:
+        left, right = m < n, m >= n
     return left and m <= max_dim, right and n <= max_dim
+
+
+def cold_tolerance(noise_floor: float, gradient_dtype: torch.dtype) -> float:
+    """Relative size of the first gradient's singular values below which their vectors are not trusted."""
+    return max(noise_floor / 10, NULL_TOLERANCE, 2 * torch.finfo(gradient_dtype).eps)
 
 
 def default_noise_floor(gradient_dtype: torch.dtype) -> float:
@@ -32,48 +48,45 @@ def default_noise_floor(gradient_dtype: torch.dtype) -> float:
     return NOISE_FLOORS.get(gradient_dtype, NOISE_FLOORS[torch.float32])
 
 
-def cold_start(
-    gradient: Tensor, left: bool, right: bool, gradient_dtype: torch.dtype = torch.float32
-) -> tuple[Tensor | None, Tensor | None]:
+def cold_start(gradient: Tensor, left: bool, right: bool, tolerance: float = NULL_TOLERANCE) -> tuple[Tensor | None, Tensor | None]:
     """First basis: the singular vectors of the first gradient `[..., m, n]`, which diagonalise G G^T and G^T G alike.
 
     From the eigenvectors of the smaller of the two in float64, whose squared singular values are exact far below `NULL_TOLERANCE`.
-    Directions that hold only rounding noise of `gradient_dtype` are replaced by a completion that depends on the spanned subspace alone,
-    so that rounding never picks the basis. Returns float32 (U or None, V or None).
+    Directions whose singular value is below `tolerance`, relative to the largest, hold rounding noise; they give way to those of a fixed
+    random frame, with weights that change smoothly from one to the other, so that rounding never picks the basis:
+
+        column i of the basis = column i of qr( w_i v_i (v_i . f_i) + (1 - w_i) f_i ),    w_i = s_i^4 / (s_i^4 + tolerance^4)
+
+    Returns float32 (U or None, V or None).
 
     Raises:
         torch.linalg.LinAlgError: the decomposition did not converge.
     """
     m, n = gradient.shape[-2:]
-    tolerance = max(NULL_TOLERANCE, 2 * torch.finfo(gradient_dtype).eps)
     bases: tuple[list[Tensor], list[Tensor]] = ([], [])
     for matrix in gradient.reshape(-1, m, n).double():
         factor = matrix if m <= n else matrix.mT
         squares, vectors = torch.linalg.eigh(factor @ factor.mT)
-        squares, vectors = squares.flip(-1), vectors.flip(-1)
-        vectors = vectors[:, squares > tolerance**2 * squares[0]]
+        squares, vectors = squares.flip(-1).clamp_min(0.0), vectors.flip(-1)
+        lengths = squares.sqrt()
+        sizes = lengths / lengths[0].clamp_min(torch.finfo(torch.float64).tiny)
+        weights = sizes**4 / (sizes**4 + tolerance**4)
         for on_small_side, side, wanted in ((m <= n, bases[0], left), (m > n, bases[1], right)):
             if wanted:
-                side.append(_complete(vectors if on_small_side else orthonormalise(factor.mT @ vectors)))
+                roots = weights.sqrt()
+                columns = vectors * roots if on_small_side else factor.mT @ vectors * (roots / lengths.clamp_min(1e-300))
+                side.append(_with_frame(columns, weights))
     shape = gradient.shape[:-2]
     return tuple(torch.stack(side).reshape(*shape, *side[0].shape).float() if side else None for side in bases)
 
 
-def _complete(columns: Tensor) -> Tensor:
-    """`[k, rank]` orthonormal columns and, after them, a fixed random frame projected on what they leave out: `[k, k]`."""
+def _with_frame(columns: Tensor, weights: Tensor) -> Tensor:
+    """Orthonormal `[k, k]` from `[k, j]` columns whose squared lengths are `weights` and, for what they leave out, a fixed random frame."""
     side, rank = columns.shape
-    if rank == side:
-        return columns
-    frame = torch.randn(side, side - rank, generator=torch.Generator().manual_seed(side), dtype=columns.dtype).to(columns.device)
-    for _ in range(2):  # twice is enough for orthogonality
-        frame = orthonormalise(frame - columns @ (columns.mT @ frame))
-    return torch.cat([columns, frame], dim=-1)
-
-
-def orthonormalise(a: Tensor) -> Tensor:
-    """Q of `a` = QR with R's diagonal positive, which makes Q a continuous function of a full-rank `a` `[..., k, j]`, k >= j."""
-    q, r = torch.linalg.qr(a)
-    return q * torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2).to(q.dtype)
+    frame = torch.randn(side, side, generator=torch.Generator().manual_seed(side), dtype=columns.dtype).to(columns.device)
+    known = frame[:, :rank]
+    known.copy_(columns * (columns * known).sum(0) + (1 - weights) * known)  # does not depend on the columns' signs
+    return householder(frame)
 
 
 def gather_columns(matrix: Tensor, order: Tensor) -> Tensor:
@@ -108,4 +121,4 @@ def power_step_of_momentum(momentum: Tensor, basis: Tensor, left: bool, damping:
 def _ordered_power_step(image: Tensor, mean_eigenvalue: Tensor, basis: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     order = torch.argsort((basis * image).sum(-2), dim=-1, descending=True, stable=True)
     shift = (damping * mean_eigenvalue + SMALLEST_SHIFT)[..., None, None]
-    return orthonormalise(gather_columns(image + shift * basis, order)), order
+    return orthonormalise(gather_columns(image.addcmul_(basis, shift), order)), order

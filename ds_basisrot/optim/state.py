@@ -1,18 +1,23 @@
 """The state of one parameter: its keys, shapes and units, and which gradients fit it."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# State of a parameter. The moments of a rotated matrix are in the rotated basis, whence their other names.
-STEP, SCALE, FAILED_REFRESHES = "step", "gradient_scale", "failed_refreshes"
+from .layout import Part
+from .symmetric import packed_size
+
+# State of a parameter. The moments of rotated matrices are in the rotated basis, whence their other names. Where a parameter consists of
+# several parts, the keys of its matrices begin with the part's name and a dot.
+BOOKKEEPING = STEP, SCALE, FAILED_REFRESHES, COLD = "step", "gradient_scale", "failed_refreshes", "cold"
 MOMENTUM, SECOND_MOMENT = "exp_avg", "exp_avg_sq"
 ROTATED_MOMENTUM, ROTATED_SECOND_MOMENT = "rotated_exp_avg", "rotated_exp_avg_sq"
 LEFT_BASIS, RIGHT_BASIS = "left_basis", "right_basis"
 LEFT_COVARIANCE, RIGHT_COVARIANCE = "left_covariance", "right_covariance"
-SIDES = ((LEFT_BASIS, LEFT_COVARIANCE), (RIGHT_BASIS, RIGHT_COVARIANCE))
 
 # State in units of the gradient's scale, and in which power of it.
 SCALED = {MOMENTUM: 1, ROTATED_MOMENTUM: 1, SECOND_MOMENT: 2, ROTATED_SECOND_MOMENT: 2, LEFT_COVARIANCE: 2, RIGHT_COVARIANCE: 2}
@@ -23,29 +28,65 @@ SMALLEST_UNSCALED, LARGEST_UNSCALED, SMALLEST_SCALE = 2.0**-40, 2.0**40, 2.0**-1
 # In units of the scale: the square of a smaller element is zero in float32, and its step would be unbounded.
 SMALLEST_EPS = 2.0**-63
 
+STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Of momentum and bases. The second moment and the covariances decay so slowly that bfloat16 would round their increments away."""
 
-def new_state(p: Tensor, sides: tuple[bool, bool], second_order: bool, size: float, meta: bool = False) -> dict[str, Any]:
-    """Empty state of a parameter with these rotated sides (left, right).
+
+@dataclass
+class MatrixStack:
+    """Equally shaped matrices inside a parameter, which are rotated alike.
+
+    Attributes:
+        part: where they are in the parameter.
+        sides: rotated sides (left, right).
+        offsets: place of each matrix in the refresh period, in updates.
+    """
+
+    part: Part
+    sides: tuple[bool, bool]
+    offsets: list[int] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`[m, n]` of a single matrix, `[b, m, n]` of several."""
+        b, m, n = self.part.shape
+        return (m, n) if b == 1 else (b, m, n)
+
+    def key(self, name: str) -> str:
+        """The state's key for `name`."""
+        return f"{self.part.name}.{name}" if self.part.name else name
+
+    def rotations(self) -> list[tuple[int, str, str]]:
+        """(length, key of the basis, key of the covariance) of each rotated side, the left one first."""
+        named = ((self.part.shape[1], LEFT_BASIS, LEFT_COVARIANCE), (self.part.shape[2], RIGHT_BASIS, RIGHT_COVARIANCE))
+        return [(side, self.key(basis), self.key(covariance)) for (side, basis, covariance), on in zip(named, self.sides) if on]
+
+
+def new_state(p: Tensor, stacks: Sequence[MatrixStack], group: dict[str, Any], size: float, meta: bool = False) -> dict[str, Any]:
+    """Empty state of a parameter that consists of `stacks` (none: it is not rotated).
 
     Args:
-        second_order: whether there are covariances.
+        group: its `source` and `state_dtype` decide what is stored, and how.
         size: largest element of the parameter's first gradient, which decides the unit.
         meta: shapes alone, without storage.
     """
     device = "meta" if meta else p.device
     state: dict[str, Any] = {STEP: 0, SCALE: 1.0 if SMALLEST_UNSCALED <= size <= LARGEST_UNSCALED else _power_of_two(size)}
-    moments = (ROTATED_MOMENTUM, ROTATED_SECOND_MOMENT) if any(sides) else (MOMENTUM, SECOND_MOMENT)
-    for key in moments:
-        state[key] = torch.zeros(p.shape, dtype=torch.float32, device=device)
-    if not any(sides):
+    if not stacks:
+        for key in (MOMENTUM, SECOND_MOMENT):
+            state[key] = torch.zeros(p.shape, dtype=torch.float32, device=device)
         return state
     state[FAILED_REFRESHES] = 0
-    for rotated, side, (basis, covariance) in zip(sides, p.shape[-2:], SIDES):
-        if rotated:
-            shape = (*p.shape[:-2], side, side)
-            state[basis] = torch.eye(side, device=device).expand(shape).clone()
-            if second_order:
-                state[covariance] = torch.zeros(shape, device=device)
+    dtype = STATE_DTYPES[group["state_dtype"]]
+    for stack in stacks:
+        lead = stack.shape[:-2]
+        state[stack.key(ROTATED_MOMENTUM)] = torch.zeros(stack.shape, dtype=dtype, device=device)
+        state[stack.key(ROTATED_SECOND_MOMENT)] = torch.zeros(stack.shape, device=device)
+        state[stack.key(COLD)] = list(range(stack.part.shape[0])) if any(stack.sides) else []
+        for side, basis, covariance in stack.rotations():
+            state[basis] = torch.eye(side, dtype=dtype, device=device).expand(*lead, side, side).clone()
+            if group["source"] == "second_order":
+                state[covariance] = torch.zeros(*lead, packed_size(side), device=device)
     return state
 
 
@@ -53,9 +94,14 @@ def _power_of_two(size: float) -> float:
     return max(SMALLEST_SCALE, 2.0 ** math.floor(math.log2(size)))
 
 
+def largest_usable(state: dict | None) -> float:
+    """The largest element of a gradient that is not absurdly larger than those its state is made of."""
+    return LARGEST_UNSCALED * max(1.0, state[SCALE]) if state else math.inf
+
+
 def is_usable(state: dict | None, size: float) -> bool:
     """False for a gradient that is not finite, or that is absurdly larger than those its state is made of."""
-    return math.isfinite(size) and (not state or size <= LARGEST_UNSCALED * max(1.0, state[SCALE]))
+    return math.isfinite(size) and size <= largest_usable(state)
 
 
 def is_history(state: dict, size: float) -> bool:
@@ -69,10 +115,23 @@ def rescale(state: dict, size: float) -> None:
         return
     scale = min(1.0, _power_of_two(size))
     ratio = state[SCALE] / scale
-    for key, power in SCALED.items():
-        if key in state:
-            state[key].mul_(ratio**power)
+    for key, value in state.items():
+        power = SCALED.get(key.rpartition(".")[2])
+        if power:
+            value.mul_(ratio**power)
     state[SCALE] = scale
+
+
+def complete_state(saved: dict[str, Any]) -> dict[str, Any]:
+    """A saved state with the bookkeeping that it may lack, and with plain numbers where another program made tensors of them."""
+    numbers = [key for key, value in saved.items() if key.rpartition(".")[2] in BOOKKEEPING and torch.is_tensor(value)]
+    saved = saved | {key: saved[key].tolist() for key in numbers}
+    for key in list(saved):
+        if key.rpartition(".")[2] == ROTATED_MOMENTUM:
+            saved.setdefault(FAILED_REFRESHES, 0)
+            saved.setdefault(key.removesuffix(ROTATED_MOMENTUM) + COLD, [])
+    saved.setdefault(SCALE, 1.0)
+    return saved | {STEP: int(saved[STEP])} if STEP in saved else saved
 
 
 def check_state(saved: dict, expected: dict, name: str) -> None:

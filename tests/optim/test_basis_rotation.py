@@ -11,6 +11,7 @@ from torch import nn
 
 from ds_basisrot import BasisRotation, param_groups
 from ds_basisrot.optim import eigenbasis
+from ds_basisrot.optim.rotated_adam import StackUpdate
 
 
 def model(dtype=torch.float32):
@@ -146,11 +147,9 @@ def test_a_closure_is_evaluated_with_gradients():
 
 
 def test_stagger_spreads_the_refreshes_over_the_period(monkeypatch):
-    from ds_basisrot.optim import basis_rotation
-
     refreshed = []
-    original = basis_rotation._refresh
-    monkeypatch.setattr(basis_rotation, "_refresh", lambda state, group: (refreshed.append(state["step"]), original(state, group)))
+    original = StackUpdate.refresh
+    monkeypatch.setattr(StackUpdate, "refresh", lambda self, index: (refreshed.append(self.state["step"]), original(self, index)))
     for stagger, at_once in ((True, 1), (False, 4)):
         refreshed.clear()
         parameters = [nn.Parameter(torch.zeros(3, 3)) for _ in range(4)]
@@ -291,3 +290,17 @@ def test_parameters_exchanged_under_the_optimizer_are_refused():
     flat.grad = torch.ones(4)
     with pytest.raises(RuntimeError, match="needs the whole matrices"):
         optimizer.step()
+
+
+def test_autocast_around_the_step_does_not_lower_its_precision():
+    weights = []
+    for enabled in (False, True):
+        parameter = nn.Parameter(torch.zeros(6, 4))
+        optimizer = BasisRotation([parameter], refresh_period=2)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(5):
+            parameter.grad = torch.randn(6, 4, generator=generator)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                optimizer.step()
+        weights.append(parameter.detach().clone())
+    assert torch.equal(*weights)

@@ -1,0 +1,167 @@
+"""Adam in the rotated basis for one stack of equally shaped matrices: covariances, cold start, refresh, update direction."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import eigenbasis
+from .gradient_gate import Gate
+from .state import (
+    COLD,
+    ROTATED_MOMENTUM,
+    ROTATED_SECOND_MOMENT,
+    SCALE,
+    SMALLEST_EPS,
+    STATE_DTYPES,
+    STEP,
+    MatrixStack,
+)
+from .symmetric import add_gram, unpack
+
+
+class StackUpdate:
+    """One update of the matrices of a stack; the caller applies the direction to the weight.
+
+    Args:
+        stack: the matrices.
+        state: the parameter's state; its `step` counts this update already.
+        group: the options.
+        gate: lets the update through, or not.
+        gradient_dtype: precision the gradients were computed in.
+    """
+
+    def __init__(self, stack: MatrixStack, state: dict[str, Any], group: dict[str, Any], gate: Gate, gradient_dtype: torch.dtype):
+        self.stack, self.state, self.group, self.gate, self.gradient_dtype = stack, state, group, gate, gradient_dtype
+
+    def accumulate(self, gradient: Tensor) -> None:
+        """Covariances of this gradient `[(b,) m, n]`."""
+        beta = self.group["betas"][1] if self.group["covariance_beta"] is None else self.group["covariance_beta"]
+        if self.group["source"] == "second_order":
+            decay = self.gate.decay(beta)
+            for (_, _, covariance), x in zip(self.stack.rotations(), self._sides(gradient, gradient.mT)):
+                add_gram(self.state[covariance], x, decay, 1 - beta)
+
+    def start(self, gradient: Tensor) -> None:
+        """The first basis of every matrix that has none yet and whose gradient is not zero.
+
+        Raises:
+            torch.linalg.LinAlgError: a decomposition failed; the matrix keeps the standard basis until its first refresh.
+        """
+        cold = self.state[self.stack.key(COLD)]
+        if len(cold) == 1 and len(self.stack.shape) == 2:
+            sizes = [1.0 if gradient.any() else 0.0]
+        else:
+            sizes = gradient.flatten(-2).abs().amax(-1).reshape(-1)[cold].tolist()
+        for index, size in zip(list(cold), sizes):
+            if size > 0.0:
+                cold.remove(index)
+                tolerance = eigenbasis.cold_tolerance(self._relative_floor(), self.gradient_dtype)
+                bases = eigenbasis.cold_start(self._one(gradient, index), *self.stack.sides, tolerance)
+                bases = [basis for basis in bases if basis is not None]
+                _check_finite(bases)
+                for (_, key, _), basis in zip(self.stack.rotations(), bases):
+                    self._one(self.state[key], index).copy_(basis)
+
+    def refresh(self, index: int) -> None:
+        """A new basis for one matrix from its covariances or its momentum; the momentum is re-expressed, the second moment follows.
+
+        Raises:
+            torch.linalg.LinAlgError: a decomposition failed; nothing has changed.
+        """
+        stored = self._one(self.state[self.stack.key(ROTATED_MOMENTUM)], index)
+        second_moment = self._one(self.state[self.stack.key(ROTATED_SECOND_MOMENT)], index)
+        rotations = self.stack.rotations()
+        old = [self._one(self.state[key], index).float() for _, key, _ in rotations]
+        momentum = self._rotate_back(stored.float(), *self._sides_of(old))
+        fresh, orders = [], []
+        for (side, _, covariance), basis, left in zip(rotations, old, self._sides(True, False)):
+            if self.group["source"] == "second_order":
+                whole = unpack(self._one(self.state[covariance], index), side)
+                new, order = eigenbasis.power_step(whole, basis, self.group["covariance_damping"])
+            else:
+                new, order = eigenbasis.power_step_of_momentum(momentum, basis, left, self.group["covariance_damping"])
+            fresh.append(self.gate.choose(new, basis))
+            orders.append(self.gate.choose(order, torch.arange(side, device=order.device)))
+        _check_finite(fresh)
+        for (_, key, _), basis in zip(rotations, fresh):
+            self._one(self.state[key], index).copy_(basis)
+        for order, left in zip(orders, self._sides(True, False)):
+            second_moment.copy_((eigenbasis.gather_rows if left else eigenbasis.gather_columns)(second_moment, order))
+        # In the bases as they are stored, so that rounding them does not turn the momentum.
+        bases = self._sides_of([self._one(self.state[key], index).float() for _, key, _ in rotations])
+        stored.copy_(self.gate.choose(self._rotate(momentum, *bases).to(stored.dtype), stored))
+
+    def direction(self, gradient: Tensor) -> tuple[Tensor, Tensor | None, float]:
+        """The moments take in the gradient `[(b,) m, n]`.
+
+        Returns:
+            (X, V, step size): the weight changes by -step size * X V^T (V None: by -step size * X), X is the caller's.
+        """
+        (beta1, beta2), state = self.group["betas"], self.state
+        left, right = self._sides_of([self._factor(key) for _, key, _ in self.stack.rotations()])
+        gradient = self._rotate(gradient, left, right).float()
+        stored = state[self.stack.key(ROTATED_MOMENTUM)]
+        momentum, second_moment = stored.float(), state[self.stack.key(ROTATED_SECOND_MOMENT)]
+        momentum.lerp_(gradient, self.gate.amount(1 - beta1))
+        if momentum is not stored:
+            stored.copy_(momentum)
+        second_moment.mul_(self.gate.decay(beta2)).addcmul_(gradient, gradient, value=1 - beta2)
+
+        # The method adds eps to the root before its bias correction, AdamW after it.
+        denominator = second_moment.sqrt().add_(max(self.group["eps"] / state[SCALE], SMALLEST_EPS))
+        floor = self._relative_floor()
+        if floor > 0.0:
+            denominator.clamp_(min=floor * second_moment.mean((-2, -1), keepdim=True).sqrt_())
+        x = torch.div(momentum, denominator, out=denominator)
+        if left is not None:
+            x = _product(left, x).float()
+        step_size = float(self.group["lr"]) * math.sqrt(1 - beta2 ** state[STEP]) / (1 - beta1 ** state[STEP])
+        return x, right, step_size
+
+    def _relative_floor(self) -> float:
+        if not any(self.stack.sides):
+            return 0.0
+        if self.group["noise_floor"] is not None:
+            return self.group["noise_floor"]
+        return max(eigenbasis.default_noise_floor(dtype) for dtype in (self.gradient_dtype, STATE_DTYPES[self.group["product_dtype"]]))
+
+    def _factor(self, key: str) -> Tensor:
+        """A basis in the precision of the products."""
+        return self.state[key].to(STATE_DTYPES[self.group["product_dtype"]])
+
+    def _sides(self, left: Any, right: Any) -> list:
+        """Of two things, those of the rotated sides."""
+        return [thing for thing, on in zip((left, right), self.stack.sides) if on]
+
+    def _sides_of(self, bases: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        """Bases of the rotated sides as (left, right)."""
+        given = iter(bases)
+        return tuple(next(given) if on else None for on in self.stack.sides)
+
+    def _one(self, tensor: Tensor, index: int) -> Tensor:
+        """The view of one matrix of the stack."""
+        return tensor if len(self.stack.shape) == 2 else tensor[index]
+
+    @staticmethod
+    def _rotate(matrix: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+        matrix = matrix if right is None else _product(matrix, right)
+        return matrix if left is None else _product(left.mT, matrix)
+
+    @staticmethod
+    def _rotate_back(matrix: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+        matrix = matrix if right is None else _product(matrix, right.mT)
+        return matrix if left is None else _product(left, matrix)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in the lower of their precisions."""
+    dtype = torch.bfloat16 if torch.bfloat16 in (a.dtype, b.dtype) else a.dtype
+    return a.to(dtype) @ b.to(dtype)
+
+
+def _check_finite(bases: list[Tensor]) -> None:
+    # On an accelerator only gradients that are finite get this far, and nobody waits to look.
+    if any(basis.device.type == "cpu" and not math.isfinite(basis.sum()) for basis in bases):
+        raise torch.linalg.LinAlgError("the decomposition is not finite")
