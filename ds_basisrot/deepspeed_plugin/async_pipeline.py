@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import __version__
 from ..pipeline.schedule import Action, AsyncSchedule, Kind, staleness
 from ..pipeline.weight_versions import WeightVersions
-from . import agreement, checkpoint, private_names
+from . import agreement, checkpoint, private_names, shared_refreshes
 from .config import ConfigError, PipelineOptions, describe_async
 from .log import log
 from .norms import clip_by_stage
@@ -38,7 +38,7 @@ class AsyncPipeline:
         self.engine, self.options = engine, options
         self.stage, self.stages = engine.stage_id, engine.num_stages
         self.staleness = staleness(self.stage, self.stages)
-        agreement.agree(agreement.common_facts(engine._config._param_dict))
+        self._refresh_costs = agreement.agree(agreement.common_facts(engine._config._param_dict), shared_refreshes.own_cost(engine))
         self._trainable = self._trainable_parameters()
         if engine.is_first_stage() and self.stages > 1 and not self._trainable:
             raise ConfigError("num_stages: the first stage has no trainable parameter; give its layers to the next stage")
@@ -71,6 +71,7 @@ class AsyncPipeline:
             f"staleness per stage {[schedule.staleness(k) for k in range(self.stages)]} microbatches, "
             f"microbatches per update: {engine.micro_batches}",
         )
+        shared_refreshes.share(engine, self._refresh_costs)
 
     # -- what the engine calls ---------------------------------------------------------------------------------------------------------
 
@@ -147,6 +148,7 @@ class AsyncPipeline:
     def _set_train_batch_size(self, train_batch_size: int) -> None:
         self.drain()
         self._original["set_train_batch_size"](train_batch_size)
+        shared_refreshes.share(self.engine, self._refresh_costs)  # staleness in updates has changed
 
     def _reset_activation_shape(self) -> None:
         if self.stages > 1:

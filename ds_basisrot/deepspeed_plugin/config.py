@@ -11,16 +11,20 @@ from ..optim.basis_rotation import BasisRotation
 from ..optim.options import check_names, check_options, check_patterns, closest
 
 OPTIMIZER_TYPE = "BasisRotation"
-OPTIMIZER_PARAMS = [name for name in inspect.signature(BasisRotation).parameters if name != "params"]
+OPTIMIZER_PARAMS = [name for name in inspect.signature(BasisRotation).parameters if name not in ("params", "staleness")]
+
+# In "params" of a BasisRotation block, but read by the plugin: updates between two measurements of the diagnostics, 0 for none.
+DIAGNOSTICS_PERIOD = "diagnostics_period"
 
 OPTIMIZER_KEYS = ("type", "params", "legacy_fusion")
 
-# What people bring along from other optimizers.
+# What people bring along from other optimizers, or from a plain loop.
 NOT_OURS = {
-    "max_grad_norm": "set the top-level key gradient_clipping",
-    "torch_adam": "remove it",
-    "adam_w_mode": "remove it, weight decay is always decoupled",
-    "precondition_frequency": "the updates between refreshes are refresh_period",
+    "max_grad_norm": "not a parameter of BasisRotation; set the top-level key gradient_clipping",
+    "torch_adam": "not a parameter of BasisRotation; remove it",
+    "adam_w_mode": "not a parameter of BasisRotation; remove it, weight decay is always decoupled",
+    "precondition_frequency": "not a parameter of BasisRotation; the updates between refreshes are refresh_period",
+    "staleness": "not set in the JSON; remove it, the pipeline engine knows how late the gradients of each stage are",
 }
 
 # What DeepSpeed itself reads in "pipeline"; it accepts any other key without a word.
@@ -102,9 +106,12 @@ def check_optimizer_params(params: Mapping[str, Any]) -> None:
     """
     for name, instead in NOT_OURS.items():
         if name in params:
-            raise ConfigError(f"optimizer.params.{name}: not a parameter of BasisRotation; {instead}")
+            raise ConfigError(f"optimizer.params.{name}: {instead}")
+    period = params.get(DIAGNOSTICS_PERIOD, 0)
+    if isinstance(period, bool) or not isinstance(period, int) or period < 0:
+        raise ConfigError(f"optimizer.params.{DIAGNOSTICS_PERIOD}: must be an integer >= 0 (updates; 0: none), got {period!r}")
     try:
-        check_names(params, OPTIMIZER_PARAMS, "optimizer.params")
+        check_names(params, [*OPTIMIZER_PARAMS, DIAGNOSTICS_PERIOD], "optimizer.params")
         check_options(params)
         check_patterns(params.get("rotate"))
     except ValueError as error:

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from ..optim.basis_rotation import BasisRotation
 from ..optim.routing import describe, is_linear, named_rotation, pattern_matches, route
 from . import agreement
-from .config import ConfigError
-from .log import log
+from .config import DIAGNOSTICS_PERIOD, ConfigError, pipeline_options
+from .diagnostics_events import write_diagnostics
+from .log import log, log_stage
 from .refusals import check_experts
 
 
@@ -22,7 +23,7 @@ def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) 
     """
     check_experts(engine.module, "optimizer.type: BasisRotation")
     params = dict(params)
-    patterns = params.pop("rotate", None)
+    patterns, diagnostics_period = params.pop("rotate", None), params.pop(DIAGNOSTICS_PERIOD, 0)
     try:
         routes = route(engine.module, patterns, holds_output=_holds_output(engine.module))
     except ValueError as error:
@@ -33,16 +34,16 @@ def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) 
         parameters = list(group["params"])
         named = [(names.get(p, f"parameter outside the model {index}"), p) for index, p in enumerate(parameters)]
         if group.get("rotate") is not None:  # the script's own routing, which only patterns overrule
-            flags = named_rotation(parameters, [name for name, _ in named], group["rotate"], patterns or {})
+            entries = named_rotation(parameters, [name for name, _ in named], group["rotate"], patterns or {})
         else:
-            flags = [name in routes and routes[name].rotate for name, _ in named]
-        return {**group, "params": named, "rotate": flags}
+            entries = [routes[name].entry if name in routes else False for name, _ in named]
+        return {**group, "params": named, "rotate": entries}
 
     groups = [item if isinstance(item, dict) else None for item in model_parameters]
     loose: list[Tensor] = [item for item, group in zip(model_parameters, groups) if group is None]
     optimizer = BasisRotation([routed(g) for g in ([{"params": loose}] if loose else []) + [g for g in groups if g]], **params)
 
-    rotated = sum(sum(group["rotate"]) for group in optimizer.param_groups)
+    rotated = sum(entry is not False for group in optimizer.param_groups for entry in group["rotate"])
     matches = pattern_matches(patterns, names.values())  # a stage sees only its part of the model, hence the sum over all ranks
     total = agreement.agree(agreement.common_facts(engine._config._param_dict), {"rotated": rotated, **matches})
     unmatched = next((pattern for pattern in matches if total[pattern] == 0), None)
@@ -52,7 +53,10 @@ def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) 
         raise ConfigError(
             f"optimizer.params.rotate: nothing would be rotated ({describe(routes)}); include matrices by pattern, or use AdamW"
         )
-    _log(engine, routes)
+    _log(engine, routes, optimizer)
+    _log_allocation(engine, optimizer)
+    if diagnostics_period > 0:
+        write_diagnostics(engine, optimizer, diagnostics_period)
     return optimizer
 
 
@@ -70,11 +74,17 @@ def _holds_output(module: nn.Module) -> bool:
     return kinds.count(kinds[int(layer)]) == 1
 
 
-def _log(engine: Any, routes: dict) -> None:
-    grid = getattr(engine.module, "_grid", None)
-    where = "" if grid is None else f"stage {grid.get_stage_id()}: "
-    speaker = engine.global_rank if grid is not None and grid.get_data_parallel_id() == 0 else 0
-    log(f"{where}BasisRotation, {describe(routes)}", rank=speaker)
+def _log(engine: Any, routes: dict, optimizer: BasisRotation) -> None:
+    log_stage(engine, f"BasisRotation, {describe(routes)}; {optimizer.describe()}")
     others = sorted({name for name, r in routes.items() if not r.rotate and r.reason not in ("norm or bias",)})
     if others:
-        log(f"{where}AdamW for " + ", ".join(f"{n} ({routes[n].reason})" for n in others[:20]), rank=speaker)
+        log_stage(engine, "AdamW for " + ", ".join(f"{n} ({routes[n].reason})" for n in others[:20]))
+
+
+def _log_allocation(engine: Any, optimizer: BasisRotation) -> None:
+    """Say that sharing refreshes by staleness changes nothing where nothing is late; the asynchronous pipeline says what it does."""
+    allocations = {group["refresh_allocation"] for group in optimizer.param_groups} - {"uniform"}
+    late = isinstance(engine.module, PipelineModule) and pipeline_options(engine._config._param_dict.get("pipeline")).asynchronous
+    if allocations and not late:
+        given = ", ".join(sorted(allocations))
+        log(f"refresh_allocation {given} is the same as uniform here: without pipeline.schedule async_1f1b no gradient is late")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .schedule import forward_version, staleness
+from .schedule import AsyncSchedule, forward_version, staleness
 
 
 class PipelineSimulator:
@@ -19,7 +19,7 @@ class PipelineSimulator:
     Args:
         stages: one module per stage; the output of one is the input of the next.
         loss_fn: (output of the last stage, labels) -> scalar loss.
-        optimizers: one per stage.
+        optimizers: one per stage. Those that share refreshes with other stages (BasisRotation) are told about all stages.
         accumulation: microbatches per update.
         weight_stashing: False back-propagates every stage on its newest weights (activations still come from older ones).
         max_grad_norm: clip each stage's gradient to this norm; 0 does not clip (DeepSpeed's default is 1.0).
@@ -48,6 +48,7 @@ class PipelineSimulator:
         self._live = [[p.data for p in self._weights(k)] for k in range(len(stages))]
         self._history = [{0: [t.clone() for t in live]} for live in self._live]  # [stage][version][parameter]
         self.updates = 0
+        self._share_refreshes()
 
     def train_batch(self, replicas: Sequence[Sequence[tuple[Any, Any]]]) -> float:
         """One update of every stage.
@@ -88,6 +89,15 @@ class PipelineSimulator:
     def cut(self) -> None:
         """Drop the forwards in flight, as writing a checkpoint does: they run again with the present weights."""
         self._cut = self.trained
+
+    def _share_refreshes(self) -> None:
+        """Tell each optimizer how late every stage is in updates, on average, and what refreshing all bases of every stage costs."""
+        schedule, sharing = AsyncSchedule(len(self.stages), self.accumulation), [hasattr(o, "share_refreshes") for o in self.optimizers]
+        late = [schedule.staleness(k) / self.accumulation for k in range(len(self.stages))]
+        costs = [optimizer.refresh_cost() if shares else 0 for optimizer, shares in zip(self.optimizers, sharing)]
+        for k, optimizer in enumerate(self.optimizers):
+            if sharing[k]:
+                optimizer.share_refreshes(late, costs, k)
 
     def _version(self, stage: int, microbatch: int) -> int:
         return forward_version(microbatch, staleness(stage, len(self.stages)), self.accumulation, self._cut)

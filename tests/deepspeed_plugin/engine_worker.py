@@ -23,6 +23,7 @@ DEFAULTS = {
     "layers": None, "head": False, "linears": 0, "seed_layers": False,
     "tied": False, "tuples": False, "dropout": 0.0, "frozen": [], "checkpoint_activations": 0,
     "updates": 12, "eval_after": [], "save_after": None, "load": None, "reload_after": None, "user_changes": False, "refused": False,
+    "monitored": False, "batch_size_after": None,
 }  # fmt: skip
 
 
@@ -100,6 +101,8 @@ def train_pipeline(engine, case, folder):
                     p.mul_(2).mul_(0.5)
         if update == case["reload_after"]:
             engine.load_checkpoint(os.path.join(folder, "checkpoint"), load_optimizer_states=False)
+        if case["batch_size_after"] and update == case["batch_size_after"][0]:
+            engine.set_train_batch_size(case["batch_size_after"][1])
         if update == case["save_after"]:
             engine.save_checkpoint(os.path.join(folder, "checkpoint"))
     return {"losses": losses, "lrs": lrs, "evals": evals, "stage": engine.stage_id, "replica": replica}
@@ -120,6 +123,8 @@ def run(case, out):
     case = {**DEFAULTS, **case}
     folder = os.path.join(out, case["name"])
     os.makedirs(folder, exist_ok=True)
+    if case["monitored"]:
+        case["config"] = {**case["config"], "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "events"}}
     torch.manual_seed(0)
     engine = initialize(case)
     if case["load"]:

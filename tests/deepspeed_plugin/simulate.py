@@ -6,13 +6,16 @@ from models import OPTIMIZERS, blocks, microbatch
 from ds_basisrot import BasisRotation, param_groups
 from ds_basisrot.pipeline.simulator import PipelineSimulator
 
+PARAMS = "optimizer.params."
+
 
 def simulate(case):
     """(weights by name for each stage, losses) of a case as the simulator trains it."""
     stages, gas = case["stages"], case.get("gas", 1)
     layers = blocks(stages)
     parts = [torch.nn.ModuleDict({str(i): layers[i] for i in (2 * k, 2 * k + 1)}) for k in range(stages)]
-    optimizers = [make_optimizer(case.get("optimizer", "AdamW"), part) for part in parts]
+    changes = {key.removeprefix(PARAMS): value for key, value in case.get("config", {}).items() if key.startswith(PARAMS)}
+    optimizers = [make_optimizer(case.get("optimizer", "AdamW"), part, changes) for part in parts]
     schedulers = [torch.optim.lr_scheduler.LambdaLR(o, warmup) for o in optimizers] if case.get("scheduler") else []
     simulator = PipelineSimulator(
         [Stage(part) for part in parts],
@@ -37,8 +40,8 @@ def warmup(updates):
     return min(1.0, max(0, updates - 1) / 8)
 
 
-def make_optimizer(kind, part):
-    params = {k: v for k, v in OPTIMIZERS[kind]["params"].items() if k != "torch_adam"}
+def make_optimizer(kind, part, changes):
+    params = {k: v for k, v in {**OPTIMIZERS[kind]["params"], **changes}.items() if k != "torch_adam"}
     if kind == "BasisRotation":
         return BasisRotation(param_groups(part, holds_output=False), **params)
     return getattr(torch.optim, kind)(part.parameters(), **params)

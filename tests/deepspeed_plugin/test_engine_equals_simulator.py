@@ -25,13 +25,17 @@ MORE = [
     {"name": "tuples", "tuples": True, "gas": 2},
     {"name": "saved", "optimizer": "BasisRotation", "gas": 2, "save_after": 5},
 ]
+ALLOCATED = [
+    {"name": f"{allocation}-{gas}", "optimizer": "BasisRotation", "gas": gas, "config": {"optimizer.params.refresh_allocation": allocation}}
+    for allocation, gas in (("stage_aware", 1), ("inverse", 1), ("stage_aware", 2))
+]
 RESUMED = {"name": "resumed", "optimizer": "BasisRotation", "gas": 2, "load": "saved"}
 DROPOUT = [
     {"name": "dropout", "optimizer": "BasisRotation", "dropout": 0.3, "save_after": 5},
     {"name": "dropout-resumed", "optimizer": "BasisRotation", "dropout": 0.3, "load": "dropout"},
     {"name": "dropout-evaluated", "optimizer": "BasisRotation", "dropout": 0.3, "save_after": 5, "eval_after": [2, 3, 9]},
 ]
-REPLICATED = [{**case, "name": "replicated-" + case["name"], "stages": 2} for case in (*MATRIX[1::3], *MORE)]
+REPLICATED = [{**case, "name": "replicated-" + case["name"], "stages": 2} for case in (*MATRIX[1::3], *MORE, ALLOCATED[0])]
 SEEDED = [
     {"name": "seeded", "dropout": 0.3, "seed_layers": True},
     {"name": "seeded-evaluated", "dropout": 0.3, "seed_layers": True, "eval_after": [2, 3, 9]},
@@ -52,7 +56,7 @@ SYNCHRONOUS = {"name": "synchronous", "schedule": "1f1b", "optimizer": "BasisRot
 
 JOBS = {
     2: [*MATRIX, *MORE, RESUMED, *DROPOUT, *SEEDED, ONE_STAGE, SYNCHRONOUS],
-    4: [*MATRIX, *MORE, RESUMED, *DROPOUT, *AUTOCAST, *OTHERS, *RELOADED, *REPLICATED, OTHER_STAGES],
+    4: [*MATRIX, *MORE, *ALLOCATED, RESUMED, *DROPOUT, *AUTOCAST, *OTHERS, *RELOADED, *REPLICATED, OTHER_STAGES],
 }
 COMPARED = [
     (n, case)
@@ -90,6 +94,13 @@ def test_weights_and_losses(results, processes, case):
         assert r["losses"] == pytest.approx(losses, abs=MAX_DIFFERENCE)
         assert r["global_steps"] == 12 and r["global_samples"] == 12 * case.get("gas", 1) * 4 * processes // stages
         assert r["trained"] == 12 * case.get("gas", 1)
+
+
+@pytest.mark.parametrize("case", ALLOCATED, ids=lambda case: case["name"])
+def test_refreshes_shared_by_staleness_are_bitwise_the_simulator_s(results, case):
+    ranks = results(4, case["name"])
+    weights, losses = simulate({**case, "stages": 4})
+    assert largest_difference(ranks, weights) == 0.0 and not bitwise(ranks, results(4, f"BasisRotation-{case['gas']}"))
 
 
 def bitwise(a, b):

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from models import OPTIMIZERS, WIDTH, blocks, microbatch
+from models import BATCH, OPTIMIZERS, WIDTH, blocks, microbatch
 from processes import HERE, run_cases, torchrun
 from simulate import load
 
@@ -15,7 +15,25 @@ PLAIN = [
     {"name": "plain-accumulated", "pipeline": False, "optimizer": "BasisRotation", "gas": 2, "updates": 6},
 ]
 
-BASIS_ROTATION = {"optimizer.type": "BasisRotation"}
+DIAGNOSED = {"optimizer": "BasisRotation", "monitored": True, "config": {"optimizer.params.diagnostics_period": 4}}
+PLAIN_DIAGNOSED = {**PLAIN[0], **DIAGNOSED, "name": "plain-diagnosed"}
+# Pairs that differ in the diagnostics alone.
+PIPELINES = [
+    {
+        "name": f"{schedule}-{'diagnosed' if diagnosed else 'monitored'}",
+        "schedule": schedule,
+        **DIAGNOSED,
+        **({} if diagnosed else {"config": {}}),
+    }
+    for schedule in ("async_1f1b", "1f1b")
+    for diagnosed in (True, False)
+]
+ALLOCATED = {"optimizer": "BasisRotation", "updates": 4, "config": {"optimizer.params.refresh_allocation": "stage_aware"}}
+ALLOCATIONS = [
+    {**ALLOCATED, "name": "allocated", "batch_size_after": [2, 4 * BATCH]},
+    {**ALLOCATED, "name": "allocated-synchronous", "schedule": "1f1b"},
+]
+
 REFUSED = [
     ({"config": {"pipeline.schedule": "async1f1b"}}, "pipeline.schedule: must be '1f1b' or 'async_1f1b'"),
     ({"config": {"pipeline.wieght_stashing": True}}, "did you mean 'weight_stashing'?"),
@@ -54,12 +72,12 @@ REFUSED_CASES = [{**case, "name": f"refused-{i}", "refused": True} for i, (case,
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("jobs")
     # DeepSpeed cannot build a plain engine in a process that has had a pipeline: those first.
-    cases = sorted([*PLAIN, *REFUSED_CASES], key=lambda case: case.get("pipeline", True))
+    cases = sorted([*PLAIN, PLAIN_DIAGNOSED, *REFUSED_CASES], key=lambda case: case.get("pipeline", True))
     head = {"name": "with-head", "head": True, "optimizer": "BasisRotation", "updates": 2}
     parts = [{"name": "linear-ends-stage-0", "linears": 2}, {"name": "a-block-is-stage-1", "layers": 2}]
     parts = [{**part, "optimizer": "BasisRotation", "updates": 2} for part in parts]
-    job = run_cases(2, [*cases, head, *parts, {"name": "after-all-that"}], folder)
-    return lambda name: load(folder, name), job.stderr
+    job = run_cases(2, [*cases, head, *parts, *PIPELINES, *ALLOCATIONS, {"name": "after-all-that"}], folder)
+    return lambda name: load(folder, name), job.stderr, folder
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=lambda case: case["name"])
@@ -115,6 +133,55 @@ def test_a_log_line_counts_what_is_rotated(results):
 def test_a_log_line_says_what_is_active(results):
     assert "pipeline schedule async_1f1b (from the JSON), 2 stages, weight stashing" in results[1]
     assert "staleness per stage [1, 0] microbatches" in results[1]
+
+
+DIAGNOSED_PAIRS = [("plain-diagnosed", "plain"), *(tuple(case["name"] for case in PIPELINES[i : i + 2]) for i in (0, 2))]
+
+
+@pytest.mark.parametrize("diagnosed, other", DIAGNOSED_PAIRS)
+def test_diagnostics_are_monitor_events_and_leave_training_bitwise_unchanged(results, diagnosed, other):
+    load_results, _, folder = results
+    for a, b in zip(load_results(diagnosed), load_results(other)):
+        assert a["weights"].keys() == b["weights"].keys()
+        assert all(torch.equal(w, b["weights"][name]) for name, w in a["weights"].items())
+    samples = load_results(diagnosed)[0]["global_samples"] // 12
+    events = {}
+    for path in (folder / diagnosed / "events").glob("Train_Samples_basis_rotation_*.csv"):
+        header, *rows = [line.split(",") for line in path.read_text().split()]
+        assert header[0] == "step" and [int(step) for step, _ in rows] == [4 * samples, 8 * samples, 12 * samples]
+        events[header[1]] = [float(value) for _, value in rows]
+    assert len(events) == 9 and events["skipped_updates"] == [0, 0, 0]
+    assert all(
+        a <= b for metric in ("misalignment_rotated", "persistence") for a, b in zip(*(events[f"{metric}_{w}"] for w in ("mean", "max")))
+    )
+    assert all(0 < v < 1 for name in ("misalignment_standard_mean", "persistence_mean") for v in events[name])
+    assert all(0 < v < 90 for v in events["refresh_angle_degrees_mean"])
+    assert events["misalignment_rotated_mean"][-1] < 0.5 * events["misalignment_standard_mean"][-1]
+
+
+def test_diagnostics_are_off_by_default(results):
+    for _, other in DIAGNOSED_PAIRS[1:]:
+        paths = [path.name for path in (results[2] / other / "events").iterdir()]
+        assert "Train_Samples_lr.csv" in paths and not any("basis_rotation" in path for path in paths)
+
+
+def test_every_stage_logs_its_diagnostics(results):
+    lines = [line for line in results[1].splitlines() if "misalignment_rotated_mean" in line]
+    for start, number in (("stage 0: update 8: ", 2), ("stage 1: update 8: ", 2), ("update 8: ", 5)):
+        assert sum(start in line for line in lines) == number  # two pipelines, one engine without
+    assert len(lines) == 15
+
+
+def test_stages_log_how_they_share_the_refreshes_and_follow_the_batch_size(results):
+    log = results[1]
+    for line in (
+        "stage 0: refreshes every 2.25 updates (uniform: 3), share of the budget 67%",
+        "stage 1: refreshes every 4.5 updates (uniform: 3), share of the budget 33%",
+        "stage 0: refreshes every 2.7 updates (uniform: 3), share of the budget 56%",  # after two updates: 4 microbatches in each
+        "stage 1: refreshes every 3.38 updates (uniform: 3), share of the budget 44%",
+        "refresh_allocation stage_aware is the same as uniform here: without pipeline.schedule async_1f1b no gradient is late",
+    ):
+        assert log.count(line) == 1, line
 
 
 @pytest.mark.parametrize(

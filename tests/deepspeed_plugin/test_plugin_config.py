@@ -3,6 +3,7 @@
 import pytest
 
 from ds_basisrot.deepspeed_plugin.config import ConfigError, pipeline_options, validate
+from ds_basisrot.optim.refresh import ALLOCATIONS
 
 OPTIMIZER = {"type": "BasisRotation", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "refresh_period": 10}}
 
@@ -17,6 +18,11 @@ def optimizer(**params):
 
 def test_a_config_that_does_not_use_us_is_left_alone():
     validate({"optimizer": {"type": "AdamW", "params": {"nonsense": 1}}, "zero_optimization": {"stage": "2"}, "pipeline": {"stages": 2}})
+
+
+@pytest.mark.parametrize("params", [{"refresh_allocation": a} for a in ALLOCATIONS] + [{"diagnostics_period": n} for n in (0, 10)])
+def test_every_allocation_and_the_plugin_s_own_key_are_accepted(params):
+    validate(config(optimizer=optimizer(**params)))
 
 
 @pytest.mark.parametrize("name", ["BasisRotation", "basisrotation", "BASISROTATION"])
@@ -43,6 +49,18 @@ def test_deepspeed_s_own_pipeline_keys_and_strangers_are_left_alone():
         ({"optimizer": optimizer(freq=5)}, "optimizer.params: unknown key 'freq'; valid: lr, betas, eps"),
         ({"optimizer": optimizer(refresh_period=0)}, "optimizer.params.refresh_period: must be an integer >= 1 (updates), got 0"),
         ({"optimizer": optimizer(refresh_period=-3)}, "optimizer.params.refresh_period: must be an integer >= 1 (updates), got -3"),
+        (
+            {"optimizer": optimizer(refresh_allocation="stage")},
+            "optimizer.params.refresh_allocation: must be one of uniform, stage_aware, inverse",
+        ),
+        ({"optimizer": optimizer(staleness=3)}, "optimizer.params.staleness: not set in the JSON; remove it, the pipeline engine knows"),
+        ({"optimizer": optimizer(stalenes=3)}, "optimizer.params: unknown key 'stalenes'; valid: lr"),
+        (
+            {"optimizer": optimizer(diagnostics_period=-1)},
+            "optimizer.params.diagnostics_period: must be an integer >= 0 (updates; 0: none), got -1",
+        ),
+        ({"optimizer": optimizer(diagnostics_period=True)}, "optimizer.params.diagnostics_period: must be an integer >= 0"),
+        ({"optimizer": optimizer(diagnostics_perid=5)}, "unknown key 'diagnostics_perid'; did you mean 'diagnostics_period'?"),
         ({"optimizer": optimizer(lr="auto")}, "optimizer.params.lr: must be a number >= 0, got 'auto'"),
         ({"optimizer": optimizer(geometry="bilatral")}, "did you mean 'bilateral'?"),
         ({"optimizer": optimizer(rotate=["x"])}, "optimizer.params.rotate: must be"),
