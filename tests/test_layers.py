@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "ds_basisrot"
 ALLOWED = {
     "optim": {"torch"},
     "pipeline": {"torch"},
+    "bench": {"torch", "numpy", "ds_basisrot.optim", "ds_basisrot.pipeline"},
     "deepspeed_plugin": {"torch", "deepspeed", "pydantic", "safetensors", "ds_basisrot", "ds_basisrot.optim", "ds_basisrot.pipeline"},
 }
 

@@ -5,11 +5,11 @@ import os
 import sys
 
 from ds_basisrot import __version__
-from ds_basisrot.cli import check, timeline
+from ds_basisrot.cli import bench, check, plan, simulate, timeline
 from ds_basisrot.cli.errors import CommandError
 
 # Each subcommand module has `NAME`, `HELP`, `add_arguments(parser)` and `run(options)`, which prints and raises CommandError.
-SUBCOMMANDS = (check, timeline)
+SUBCOMMANDS = (check, plan, simulate, timeline, bench)
 
 
 class _OneLineParser(argparse.ArgumentParser):

@@ -2,6 +2,7 @@
 
 import argparse
 
+from ds_basisrot.cli.arguments import count
 from ds_basisrot.cli.errors import CommandError
 
 NAME = "timeline"
@@ -9,9 +10,9 @@ HELP = "print the no-flush schedule of each stage and its staleness"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--stages", type=_count, required=True, metavar="P", help="pipeline stages")
-    parser.add_argument("--gas", type=_count, default=1, metavar="A", help="gradient_accumulation_steps: microbatches per update (1)")
-    parser.add_argument("--calls", type=_count, default=2, metavar="N", help="calls of train_batch() to show (2)")
+    parser.add_argument("--stages", type=count, required=True, metavar="P", help="pipeline stages")
+    parser.add_argument("--gas", type=count, default=1, metavar="A", help="gradient_accumulation_steps: microbatches per update (1)")
+    parser.add_argument("--calls", type=count, default=2, metavar="N", help="calls of train_batch() to show (2)")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -31,13 +32,3 @@ def staleness_table(staleness: list[int], gas: int) -> str:
     lines = [f"{'stage':>5}  {'staleness (microbatches)':>24}  {'staleness (updates, mean)':>25}"]
     lines += [f"{stage:>5}  {tau:>24}  {tau / gas:>25.4g}" for stage, tau in enumerate(staleness)]
     return "\n".join(lines)
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
-    return value

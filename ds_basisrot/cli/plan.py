@@ -1,0 +1,113 @@
+"""`ds-basisrot plan`: what BasisRotation will cost for a model, in memory and arithmetic, before any job starts."""
+
+import argparse
+import inspect
+from pathlib import Path
+from typing import Any
+
+from ds_basisrot.cli import check
+from ds_basisrot.cli.errors import CommandError
+from ds_basisrot.cli.output import add_json_argument, amount, check_json_target, console, table, write_json
+
+NAME = "plan"
+HELP = "say what BasisRotation will cost for a model: memory and arithmetic"
+
+DESCRIPTION = """\
+Builds the model without storage and says which matrices BasisRotation will rotate, and what that costs in memory and arithmetic. State of
+a matrix [m, n] in numbers: 2mn for the moments, m^2 and n^2 for the bases of the sides that are rotated, and with second order about
+k(k + 128) / 2 (k^2 up to 128) for the covariance of each rotated side of length k. A number takes 4 bytes; of momentum and bases, 2 with
+"state_dtype": "bfloat16"."""
+
+TRAINING_MADDS = 3
+"""For each weight of a linear map and token: one forward, two backward."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.add_argument("config", type=Path, metavar="DS_CONFIG.json", help="the file that the job gives to DeepSpeed")
+    parser.add_argument("--model", required=True, metavar="MODULE:CALLABLE", help="returns the model; MODULE may be in the current folder")
+    parser.add_argument(
+        "--arg", action="append", default=[], metavar="KEY=VALUE", help="keyword argument of CALLABLE, VALUE as JSON or else text; repeat"
+    )
+    add_json_argument(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    from ds_basisrot.cli.cost_plan import cost_plan  # here: the other commands need not wait for torch
+    from ds_basisrot.cli.model_source import build_on_meta
+
+    optimizer_options = _optimizer_options(options.config)
+    check_json_target(options.json)
+    model = build_on_meta(options.model, options.arg)
+    try:
+        plan = cost_plan(model, optimizer_options)
+    except ValueError as error:
+        where = "optimizer.params." if str(error).startswith("rotate") else ""
+        raise CommandError(f"{options.config}: {where}{error}") from error
+    figures = {"model": options.model, "options": optimizer_options, **plan}
+    _print(figures, options.json)
+    write_json(options.json, figures)
+
+
+def _optimizer_options(path: Path) -> dict[str, Any]:
+    """BasisRotation's options, as the configuration and its defaults say."""
+    from ds_basisrot.deepspeed_plugin.config import ConfigError, is_basis_rotation, validate
+    from ds_basisrot.optim.basis_rotation import BasisRotation
+
+    config = check.load(path)
+    try:
+        validate(config)
+    except ConfigError as error:
+        raise CommandError(f"{path}: {error}") from error
+    block = config.get("optimizer") or {}
+    if not is_basis_rotation(block.get("type")):
+        raise CommandError(f'{path}: optimizer.type: is {block.get("type")!r}; set it to "BasisRotation", whose costs are planned here')
+    defaults = {name: p.default for name, p in inspect.signature(BasisRotation).parameters.items() if p.default is not p.empty}
+    return {**defaults, **(block.get("params") or {})}
+
+
+def _print(figures: dict[str, Any], json_target: str | None) -> None:
+    options, totals, out = figures["options"], figures["totals"], console(json_target)
+    title = f"{options['source']}, {options['geometry']}; multiply-adds; each row: all its matrices together"
+    rows = table(title, ("parameters", "part", "shape", "rotated"), ("matrices", "state", "an update", "a refresh"))
+    for row in figures["rows"]:
+        names = [_names(row["parameters"]), row["part"] or "-", " x ".join(map(str, row["shape"])), row["sides"]]
+        costs = [amount(row["state_bytes"], "B"), amount(row["update_madds"]), amount(row["refresh_madds"])]
+        rows.add_row(*names, str(row["matrices"]), *costs)
+    out.print(rows)
+
+    headings = ("state", "of AdamW's", "an update", "+ refreshes, mean", "+ refreshes, worst", "as tokens")
+    others = table("geometries; multiply-adds", ["geometry"], headings)
+    for geometry, each in figures["geometries"].items():
+        costs = [amount(each[key]) for key in ("update_madds", "mean_refresh_madds", "worst_refresh_madds")]
+        ratio = f"{each['state_bytes'] / each['adamw_state_bytes']:.2f} x"
+        chosen = f"{geometry} (chosen)" if geometry == options["geometry"] else geometry
+        others.add_row(chosen, amount(each["state_bytes"], "B"), ratio, *costs, _tokens(each))
+    out.print(others)
+
+    for line in (
+        f"rotated: {totals['rotated_parameters']} parameters, {totals['rotated_matrices']} matrices, {amount(totals['rotated_numbers'])} "
+        f"numbers, state {amount(totals['rotated_state_bytes'], 'B')}",
+        f"AdamW: {totals['other_parameters']} parameters, {amount(totals['other_numbers'])} numbers, "
+        f"state {amount(totals['other_state_bytes'], 'B')}",
+        f"together: state {amount(totals['state_bytes'], 'B')}; plain AdamW: {amount(totals['adamw_state_bytes'], 'B')}",
+        f"refreshes: every {options['refresh_period']} updates, "
+        + ("spread over them" if options["stagger"] else 'all at once ("stagger": false)'),
+        "as tokens: so many tokens in a batch make forward and backward of the rotated weights as costly as the update with its refreshes",
+    ):
+        out.print(line, markup=False)
+    if options["refresh_allocation"] != "uniform":
+        out.print(f"refresh_allocation {options['refresh_allocation']!r}: the stages differ; the mean over all of them is as above")
+
+
+def _names(parameters: list[str]) -> str:
+    from ds_basisrot.cli.cost_plan import name_pattern
+
+    patterns = list(dict.fromkeys(map(name_pattern, parameters)))
+    return patterns[0] if len(patterns) == 1 else f"{patterns[0]} and {len(patterns) - 1} more"
+
+
+def _tokens(totals: dict[str, Any]) -> str:
+    if not totals["rotated_numbers"]:
+        return "-"
+    return amount((totals["update_madds"] + totals["mean_refresh_madds"]) / (TRAINING_MADDS * totals["rotated_numbers"]))
