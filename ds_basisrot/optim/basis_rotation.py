@@ -20,9 +20,10 @@ from .side_stream import SideStream
 from .state import (
     COLD,
     FAILED_REFRESHES,
-    LARGEST_UNSCALED,
+    LARGEST_USABLE,
     SCALE,
     STEP,
+    MatrixStack,
     check_state,
     complete_state,
     is_history,
@@ -50,11 +51,12 @@ class BasisRotation(torch.optim.Optimizer):
     The first basis holds the singular vectors of the first gradient; every `refresh_period` updates one power iteration and QR follow the
     covariances (second order) or the momentum (first order). A stacked weight `[e, m, n]` is e matrices, a fused one as many as its layout
     says (see `layout.parts`). Parameters that are not rotated get AdamW with the same hyper-parameters. An update with a gradient that is
-    not finite, or 1e12 times larger than ordinary, is skipped, counted in `skipped_updates` and logged. A parameter's all-zero gradients
-    before its first real one are ignored; a matrix of a stack gets its first basis from its own first gradient that is not zero.
+    not finite, or absurdly large (above 1e15, or 1e15 times a first one above 1e12), is skipped, counted in `skipped_updates` and logged. A
+    parameter's all-zero gradients before its first real one are ignored; a matrix of a stack gets its first basis from its own first
+    gradient that is not zero.
 
-    On an accelerator `step()` does not wait for the device, but for a parameter's first update: what the host must know about an update's
-    gradients it learns in the next one, and until then a flag on the device keeps a bad one out.
+    On an accelerator `step()` does not wait for the device, except as long as a matrix has had no gradient but zeros: what the host must
+    know about an update's gradients it learns in the next one, and until then a flag on the device keeps a bad one out.
 
     Args:
         params: parameters, named parameters, or groups, as for any torch optimizer; `ds_basisrot.param_groups(model)` routes a model's
@@ -149,7 +151,8 @@ class BasisRotation(torch.optim.Optimizer):
         self._plan, self._unread = None, None  # keyed by parameters, which copying replaces
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its `rotate` (see the class) becomes a tuple of bools aligned with its parameters."""
+        """Add a group; its `rotate` (see the class) becomes a tuple aligned with its parameters."""
+        self._settle()
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if any(p.is_complex() for p in group["params"]):
@@ -194,13 +197,18 @@ class BasisRotation(torch.optim.Optimizer):
         """The largest elements that the states' units can take in."""
         scales = [self.state[p][SCALE] for _, p in work]
         if all(scale == 1.0 for scale in scales):
-            return LARGEST_UNSCALED
-        return LARGEST_UNSCALED * torch.tensor(scales, dtype=sizes.dtype).to(sizes.device, non_blocking=True)
+            return LARGEST_USABLE
+        return LARGEST_USABLE * torch.tensor(scales, dtype=sizes.dtype).to(sizes.device, non_blocking=True)
 
     def _host_decides(self, work: list[tuple[dict, Tensor]], sizes: Tensor) -> bool:
-        """Whether the host looks at the gradients before the update: where it need not wait for them, or a matrix has no basis yet."""
-        return sizes.device.type == "cpu" or any(
-            not self.state.get(p) or any(value for key, value in self.state[p].items() if key.rpartition(".")[2] == COLD) for _, p in work
+        """Whether the host looks at the gradients before the update: where it need not wait, or must, as a matrix has no basis yet."""
+        return (
+            sizes.device.type == "cpu"
+            or len({p.device for _, p in work}) > 1
+            or any(
+                not self.state.get(p) or any(value for key, value in self.state[p].items() if key.rpartition(".")[2] == COLD)
+                for _, p in work
+            )
         )
 
     def _admit(self, work: list[tuple[dict, Tensor]], sizes: list[float]) -> list[int]:
@@ -236,7 +244,7 @@ class BasisRotation(torch.optim.Optimizer):
             return
         (work, outcome), self._unread = self._unread, None
         sizes = outcome.read()
-        shut = next((i for i, (_, p) in enumerate(work) if not sizes[i] <= LARGEST_UNSCALED * self.state[p][SCALE]), None)
+        shut = next((i for i, (_, p) in enumerate(work) if not sizes[i] <= LARGEST_USABLE * self.state[p][SCALE]), None)
         if shut is not None:
             self._skip(work[shut][1], sizes[shut])
             for _, p in work:
@@ -284,22 +292,27 @@ class BasisRotation(torch.optim.Optimizer):
         stack = update.stack
         cold = state[stack.key(COLD)]
         due = [i for i in role.due(stack, state[STEP]) if i not in cold]
+        for index in update.warming(gradient):
+            self._try(lambda i: update.start(i, gradient), index, stack, role, state)
+        for index in due:
+            self._try(update.refresh, index, stack, role, state)
+
+    def _try(self, change_basis: Callable[[int], None], index: int, stack: MatrixStack, role: Role, state: dict) -> None:
+        """Change the basis of one matrix. Where the decomposition fails it is kept, but not three times in a row."""
+        failures = state[stack.key(FAILED_REFRESHES)]
         try:
-            if cold:
-                update.start(gradient)
-            for index in due:
-                update.refresh(index)
+            change_basis(index)
         except torch.linalg.LinAlgError as error:
-            state[FAILED_REFRESHES] += 1
-            logger.warning("basis of %s kept: %s (failure %d in a row)", role.name, error, state[FAILED_REFRESHES])
-            if state[FAILED_REFRESHES] >= MAX_FAILED_REFRESHES:
+            failures[index] += 1
+            name = f"{role.name}{stack.name_of(index)}"
+            logger.warning("basis of %s kept: %s (failure %d in a row)", name, error, failures[index])
+            if failures[index] >= MAX_FAILED_REFRESHES:
                 raise RuntimeError(
-                    f"the basis of {role.name} could not be refreshed {MAX_FAILED_REFRESHES} times in a row ({error}); "
+                    f"the basis of {name} could not be refreshed {MAX_FAILED_REFRESHES} times in a row ({error}); "
                     "lower the learning rate, raise covariance_damping, or leave the matrix out with rotate.exclude"
                 ) from error
         else:
-            if due:
-                state[FAILED_REFRESHES] = 0
+            failures[index] = 0
 
     def share_refreshes(self, staleness: Sequence[float], costs: Sequence[float], stage: int) -> None:
         """Tell the optimizer of one pipeline stage about all stages, between which `refresh_allocation` shares the refreshes.
@@ -309,6 +322,7 @@ class BasisRotation(torch.optim.Optimizer):
             costs: `refresh_cost()` of each stage's optimizer.
             stage: the one whose parameters these are.
         """
+        self._settle()
         self._stages, self._plan = (tuple(staleness), tuple(costs), stage), None
 
     def describe(self) -> str:
@@ -339,7 +353,8 @@ class BasisRotation(torch.optim.Optimizer):
         for p, saved_id in zip(current, saved_ids):
             saved = state_dict["state"].get(saved_id)
             if saved:
-                saved, expected = complete_state(saved), new_state(p, self._plan[p].stacks, groups[p], 1.0, meta=True)
+                expected = new_state(p, self._plan[p].stacks, groups[p], 1.0, meta=True)
+                saved = complete_state(saved, expected)
                 check_state(saved, expected, self._plan[p].name)
                 exact[p] = {
                     key: value.detach().to(p.device, expected[key].dtype, copy=True) if torch.is_tensor(value) else copy(value)

@@ -20,8 +20,8 @@ NULL_TOLERANCE = 3e-6
 # 0.001 to 0.1 left the held-out loss where it was.
 NOISE_FLOORS = {torch.float64: 1e-2, torch.float32: 1e-2, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
-# Keeps a basis in place when there is nothing to rotate it by (all-zero momentum or covariance).
-SMALLEST_SHIFT = 1e-36
+# Keep a basis in place when there is nothing to rotate it by (all-zero momentum or covariance).
+SMALLEST_EIGENVALUE, SMALLEST_SHIFT = 1e-36, 1e-12
 
 
 def rotated_sides(shape: Sequence[int], geometry: str, max_dim: int, auto_budget: float) -> tuple[bool, bool]:
@@ -120,5 +120,5 @@ def power_step_of_momentum(momentum: Tensor, basis: Tensor, left: bool, damping:
 
 def _ordered_power_step(image: Tensor, mean_eigenvalue: Tensor, basis: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     order = torch.argsort((basis * image).sum(-2), dim=-1, descending=True, stable=True)
-    shift = (damping * mean_eigenvalue + SMALLEST_SHIFT)[..., None, None]
-    return orthonormalise(gather_columns(image.addcmul_(basis, shift), order)), order
+    relative = image.div_(mean_eigenvalue.clamp_min(SMALLEST_EIGENVALUE)[..., None, None])
+    return orthonormalise(gather_columns(relative.add_(basis, alpha=damping + SMALLEST_SHIFT), order)), order

@@ -43,26 +43,27 @@ class StackUpdate:
             for (_, _, covariance), x in zip(self.stack.rotations(), self._sides(gradient, gradient.mT)):
                 add_gram(self.state[covariance], x, decay, 1 - beta)
 
-    def start(self, gradient: Tensor) -> None:
-        """The first basis of every matrix that has none yet and whose gradient is not zero.
+    def warming(self, gradient: Tensor) -> list[int]:
+        """The matrices that have no basis yet and whose gradient is not zero."""
+        cold = self.state[self.stack.key(COLD)]
+        if not cold:
+            return []
+        sizes = gradient.reshape(self.stack.part.shape).flatten(1).abs().amax(-1)[cold].tolist()
+        return [index for index, size in zip(cold, sizes) if size > 0.0]
+
+    def start(self, index: int, gradient: Tensor) -> None:
+        """The first basis of one matrix.
 
         Raises:
-            torch.linalg.LinAlgError: a decomposition failed; the matrix keeps the standard basis until its first refresh.
+            torch.linalg.LinAlgError: the decomposition failed; the matrix keeps the standard basis until its first refresh.
         """
-        cold = self.state[self.stack.key(COLD)]
-        if len(cold) == 1 and len(self.stack.shape) == 2:
-            sizes = [1.0 if gradient.any() else 0.0]
-        else:
-            sizes = gradient.flatten(-2).abs().amax(-1).reshape(-1)[cold].tolist()
-        for index, size in zip(list(cold), sizes):
-            if size > 0.0:
-                cold.remove(index)
-                tolerance = eigenbasis.cold_tolerance(self._relative_floor(), self.gradient_dtype)
-                bases = eigenbasis.cold_start(self._one(gradient, index), *self.stack.sides, tolerance)
-                bases = [basis for basis in bases if basis is not None]
-                _check_finite(bases)
-                for (_, key, _), basis in zip(self.stack.rotations(), bases):
-                    self._one(self.state[key], index).copy_(basis)
+        self.state[self.stack.key(COLD)].remove(index)
+        tolerance = eigenbasis.cold_tolerance(self._relative_floor(), self.gradient_dtype)
+        bases = eigenbasis.cold_start(self._one(gradient, index), *self.stack.sides, tolerance)
+        bases = [basis for basis in bases if basis is not None]
+        _check_finite(bases)
+        for (_, key, _), basis in zip(self.stack.rotations(), bases):
+            self._one(self.state[key], index).copy_(basis)
 
     def refresh(self, index: int) -> None:
         """A new basis for one matrix from its covariances or its momentum; the momentum is re-expressed, the second moment follows.

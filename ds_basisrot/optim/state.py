@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,9 @@ SCALED = {MOMENTUM: 1, ROTATED_MOMENTUM: 1, SECOND_MOMENT: 2, ROTATED_SECOND_MOM
 
 # Gradients whose largest element lies between these need no scaling: their squares and sums of squares are ordinary float32 numbers.
 SMALLEST_UNSCALED, LARGEST_UNSCALED, SMALLEST_SCALE = 2.0**-40, 2.0**40, 2.0**-120
+
+# In units of the scale: what a state may take in. Sums of squares over a hundred million such elements are float32 numbers still.
+LARGEST_USABLE = 2.0**50
 
 # In units of the scale: the square of a smaller element is zero in float32, and its step would be unbounded.
 SMALLEST_EPS = 2.0**-63
@@ -56,6 +60,11 @@ class MatrixStack:
         """The state's key for `name`."""
         return f"{self.part.name}.{name}" if self.part.name else name
 
+    def name_of(self, index: int) -> str:
+        """What to print after the parameter's name for one of the matrices."""
+        part = f", {self.part.name}" if self.part.name else ""
+        return part + (f", matrix {index}" if self.part.shape[0] > 1 else "")
+
     def rotations(self) -> list[tuple[int, str, str]]:
         """(length, key of the basis, key of the covariance) of each rotated side, the left one first."""
         named = ((self.part.shape[1], LEFT_BASIS, LEFT_COVARIANCE), (self.part.shape[2], RIGHT_BASIS, RIGHT_COVARIANCE))
@@ -76,12 +85,12 @@ def new_state(p: Tensor, stacks: Sequence[MatrixStack], group: dict[str, Any], s
         for key in (MOMENTUM, SECOND_MOMENT):
             state[key] = torch.zeros(p.shape, dtype=torch.float32, device=device)
         return state
-    state[FAILED_REFRESHES] = 0
     dtype = STATE_DTYPES[group["state_dtype"]]
     for stack in stacks:
         lead = stack.shape[:-2]
         state[stack.key(ROTATED_MOMENTUM)] = torch.zeros(stack.shape, dtype=dtype, device=device)
         state[stack.key(ROTATED_SECOND_MOMENT)] = torch.zeros(stack.shape, device=device)
+        state[stack.key(FAILED_REFRESHES)] = [0] * stack.part.shape[0]
         state[stack.key(COLD)] = list(range(stack.part.shape[0])) if any(stack.sides) else []
         for side, basis, covariance in stack.rotations():
             state[basis] = torch.eye(side, dtype=dtype, device=device).expand(*lead, side, side).clone()
@@ -94,14 +103,9 @@ def _power_of_two(size: float) -> float:
     return max(SMALLEST_SCALE, 2.0 ** math.floor(math.log2(size)))
 
 
-def largest_usable(state: dict | None) -> float:
-    """The largest element of a gradient that is not absurdly larger than those its state is made of."""
-    return LARGEST_UNSCALED * max(1.0, state[SCALE]) if state else math.inf
-
-
 def is_usable(state: dict | None, size: float) -> bool:
     """False for a gradient that is not finite, or that is absurdly larger than those its state is made of."""
-    return math.isfinite(size) and size <= largest_usable(state)
+    return math.isfinite(size) and (not state or size <= LARGEST_USABLE * max(1.0, state[SCALE]))
 
 
 def is_history(state: dict, size: float) -> bool:
@@ -122,15 +126,16 @@ def rescale(state: dict, size: float) -> None:
     state[SCALE] = scale
 
 
-def complete_state(saved: dict[str, Any]) -> dict[str, Any]:
+def complete_state(saved: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
     """A saved state with the bookkeeping that it may lack, and with plain numbers where another program made tensors of them."""
     numbers = [key for key, value in saved.items() if key.rpartition(".")[2] in BOOKKEEPING and torch.is_tensor(value)]
     saved = saved | {key: saved[key].tolist() for key in numbers}
-    for key in list(saved):
-        if key.rpartition(".")[2] == ROTATED_MOMENTUM:
-            saved.setdefault(FAILED_REFRESHES, 0)
-            saved.setdefault(key.removesuffix(ROTATED_MOMENTUM) + COLD, [])
-    saved.setdefault(SCALE, 1.0)
+    for key, value in expected.items():
+        kind = key.rpartition(".")[2]
+        if kind in (SCALE, FAILED_REFRESHES):
+            saved.setdefault(key, copy(value))
+        elif kind == COLD:
+            saved.setdefault(key, [])
     return saved | {STEP: int(saved[STEP])} if STEP in saved else saved
 
 

@@ -6,7 +6,6 @@ are whole, and everything above them is left out. That saves almost half of the 
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 PANEL_ROWS = 128
@@ -37,11 +36,6 @@ def unpack(packed: Tensor, side: int) -> Tensor:
         whole[..., start:stop, :stop] = panel
         whole[..., :start, start:stop] = panel[..., :start].mT
     return whole
-
-
-def diagonal(packed: Tensor, side: int) -> Tensor:
-    """The diagonal `[..., k]`, a copy."""
-    return torch.cat([panel[..., start:stop].diagonal(dim1=-2, dim2=-1) for (start, stop), panel in _panels(packed, side)], dim=-1)
 
 
 def _panel_rows(side: int) -> list[tuple[int, int]]:
