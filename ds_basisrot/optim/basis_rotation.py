@@ -5,12 +5,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import adamw
+from . import adamw, workers
 from .gradient_gate import Gate, Outcome, largest_elements
 from .options import check_group_keys, check_options, check_patterns
 from .roles import Role, Stages, assign_roles, describe_sides
@@ -259,13 +260,21 @@ class BasisRotation(torch.optim.Optimizer):
         for _, p in work:
             self.state[p][STEP] += 1
         rotated = [(group, p) for group, p in work if self._plan[p].stacks]
-        side = SideStream(work[0][1].device)
+        if all(p.device.type == "cpu" for _, p in rotated):
+            costs = [self._plan[p].cost(self.state[p][STEP]) for _, p in rotated]
+            workers.run([(cost, partial(self._update_rotated, p, group, gate)) for (group, p), cost in zip(rotated, costs)])
+        else:
+            self._update_beside(rotated, gate)
+        adamw.update([(group, p, self.state[p]) for group, p in work if not self._plan[p].stacks], gate)
+
+    def _update_beside(self, rotated: list[tuple[dict, Tensor]], gate: Gate) -> None:
+        """Update rotated parameters on an accelerator, those that are refreshed beside the others."""
+        side = SideStream(rotated[0][1].device)
         for refreshing in (True, False):
             with side if refreshing else nullcontext():
                 for group, p in rotated:
                     if self._plan[p].refreshes(self.state[p][STEP]) is refreshing:
                         self._update_rotated(p, group, gate)
-        adamw.update([(group, p, self.state[p]) for group, p in work if not self._plan[p].stacks], gate)
         side.join()
 
     def _update_rotated(self, p: Tensor, group: dict, gate: Gate) -> None:

@@ -2,8 +2,9 @@
 
 Householder QR runs at a third of a processor's matrix-multiply speed. A refresh orthonormalises columns that are already nearly orthogonal,
 up to their lengths, for which a blocked modified Gram-Schmidt with Cholesky QR inside narrow panels (columns scaled to unit length first)
-is nothing but matrix products: three times as fast. Its loss of orthogonality grows with the condition of the scaled columns. It is measured:
-where it exceeds `TOLERANCE`, Gram-Schmidt is applied once more, and where that does not help, Householder reflections to the original.
+is nothing but matrix products: three times as fast. Its loss of orthogonality grows with the condition of the scaled columns. It is
+measured: where it exceeds `TOLERANCE`, Gram-Schmidt is applied once more, and where that does not help, Householder reflections to the
+original.
 """
 
 import torch
@@ -16,7 +17,7 @@ MENDABLE = 0.1
 """The same, from which a second pass leads to orthonormal columns."""
 
 # Narrow panels are orthonormalised by themselves; wide ones bound how much of the rest passes through the cache after each.
-PANEL_COLUMNS, BLOCK_COLUMNS = 64, 384
+PANEL_COLUMNS, BLOCK_COLUMNS = 64, 192
 
 
 def orthonormalise(a: Tensor) -> Tensor:

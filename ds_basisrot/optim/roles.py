@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from . import eigenbasis, refresh
-from .costs import matrix_cost
+from .costs import MatrixCost, matrix_cost
 from .layout import parts
 from .state import MatrixStack
 
@@ -32,9 +32,17 @@ class Role:
 
     def refresh_costs(self) -> list[int]:
         """Multiply-adds of refreshing each stack once."""
-        return [
-            b * matrix_cost(m, n, stack.sides, self.second_order).refresh_madds for stack in self.stacks for b, m, n in [stack.part.shape]
-        ]
+        return [stack.part.shape[0] * self._cost(stack).refresh_madds for stack in self.stacks]
+
+    def cost(self, update: int) -> int:
+        """Multiply-adds of this update."""
+        return sum(
+            stack.part.shape[0] * self._cost(stack).update_madds + len(self.due(stack, update)) * self._cost(stack).refresh_madds
+            for stack in self.stacks
+        )
+
+    def _cost(self, stack: MatrixStack) -> MatrixCost:
+        return matrix_cost(*stack.part.shape[1:], stack.sides, self.second_order)
 
 
 def assign_roles(param_groups: Sequence[dict[str, Any]], stages: Stages | None) -> dict[Tensor, Role]:

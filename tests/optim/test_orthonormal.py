@@ -144,7 +144,7 @@ def test_an_orthonormal_matrix_stays_where_it_is():
 
 
 def test_a_second_pass_mends_what_the_first_leaves_behind(fallbacks):
-    side, condition = 200, 3e3
+    side, condition = 200, 1e3
     left, right = (torch.linalg.qr(torch.randn(side, side, generator=torch.Generator().manual_seed(seed)).double()).Q for seed in (0, 1))
     a = (left * torch.logspace(0, -math.log10(condition), side, dtype=torch.float64) @ right).float()
     assert TOLERANCE < orthogonality_loss(gram_schmidt(a)) <= MENDABLE
