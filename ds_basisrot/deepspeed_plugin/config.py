@@ -20,6 +20,7 @@ OPTIMIZER_KEYS = ("type", "params", "legacy_fusion")
 
 # What people bring along from other optimizers, or from a plain loop.
 NOT_OURS = {
+    "layout": "not a parameter of its own; put it into the block rotate",
     "max_grad_norm": "not a parameter of BasisRotation; set the top-level key gradient_clipping",
     "torch_adam": "not a parameter of BasisRotation; remove it",
     "adam_w_mode": "not a parameter of BasisRotation; remove it, weight decay is always decoupled",

@@ -25,6 +25,7 @@ from .state import (
     SCALE,
     STEP,
     MatrixStack,
+    check_layout_of_state,
     check_state,
     complete_state,
     is_history,
@@ -62,7 +63,8 @@ class BasisRotation(torch.optim.Optimizer):
     Args:
         params: parameters, named parameters, or groups, as for any torch optimizer; `ds_basisrot.param_groups(model)` routes a model's
             parameters by module. A group's `rotate` is True, False, or a list aligned with its parameters of True, False or a layout;
-            without it every parameter with two dimensions is rotated. A group may have its own value of every option.
+            without it every parameter with two dimensions is rotated, unless one of them is 1. A group may have its own value of every
+            option; lr, betas, eps and weight_decay may be changed at any time, the others are read when training begins.
         lr: learning rate.
         betas: decay rates of momentum and second moment.
         eps: added to the root of the second moment.
@@ -73,7 +75,8 @@ class BasisRotation(torch.optim.Optimizer):
         source: "second_order" keeps covariances of the gradient, "first_order" lets the momentum stand in for them.
         refresh_period: updates between two bases of a matrix.
         refresh_allocation: how refreshes are shared among pipeline stages at equal cost: "uniform", "stage_aware" (a stage whose gradients
-            are later refreshes more often) or "inverse"; see `refresh.rates`.
+            are later refreshes more often) or "inverse"; see `refresh.rates`. The cost is that of "uniform" where all groups have the
+            same allocation and period.
         staleness: how late the gradients are, in updates; usually a group's own value, one group for each stage. A pipeline engine or the
             simulator tells the optimizer of one stage about all stages with `share_refreshes`.
         stagger: spread the matrices' refreshes over the period, so that no update is slow; False refreshes all at once.
@@ -156,12 +159,16 @@ class BasisRotation(torch.optim.Optimizer):
         self._settle()
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if any(p.is_complex() for p in group["params"]):
-            raise ValueError("BasisRotation does not take complex parameters: train them with another optimizer")
-        check_options(group)
-        check_group_keys(group, self.defaults)
-        group["routed"] = group["rotate"] is not None or bool(self._patterns)
-        group["rotate"] = named_rotation(group["params"], group.get("param_names"), group["rotate"], self._patterns)
+        try:
+            if any(p.is_complex() for p in group["params"]):
+                raise ValueError("BasisRotation does not take complex parameters: train them with another optimizer")
+            check_options(group)
+            check_group_keys(group, self.defaults)
+            group["routed"] = group["rotate"] is not None or bool(self._patterns)
+            group["rotate"] = named_rotation(group["params"], group.get("param_names"), group["rotate"], self._patterns)
+        except ValueError:
+            del self.param_groups[-1]
+            raise
         self._plan = None
 
     @property
@@ -180,11 +187,23 @@ class BasisRotation(torch.optim.Optimizer):
         self._settle()
         if self._plan is None or any(p not in self._plan for group in self.param_groups for p in group["params"]):
             self._plan = assign_roles(self.param_groups, self._stages)
+            self._warn_of_idle_options()
         work = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None and p.numel() > 0]
         if work:
             with torch.autocast(work[0][1].device.type, enabled=False):
                 self._take_step(work)
         return loss
+
+    def _warn_of_idle_options(self) -> None:
+        if not any(role.stacks for role in self._plan.values()):
+            logger.warning("no parameter is rotated: BasisRotation is plain AdamW here")
+        allocations = {group["refresh_allocation"] for group in self.param_groups} - {"uniform"}
+        if allocations and self._stages is None and len({group["staleness"] for group in self.param_groups}) == 1:
+            logger.warning(
+                "refresh_allocation %s is the same as uniform: all gradients are equally late; give each stage a parameter group with its "
+                "own staleness",
+                ", ".join(sorted(allocations)),
+            )
 
     def _take_step(self, work: list[tuple[dict, Tensor]]) -> None:
         sizes = largest_elements([p.grad for _, p in work])
@@ -351,17 +370,19 @@ class BasisRotation(torch.optim.Optimizer):
         """Load a state; the options of this run win, but for RESTORED_OPTIONS. Parameters' dtypes do not matter.
 
         Raises:
-            ValueError: the state of a parameter is that of another routing, geometry, source or shape; nothing is loaded then.
+            ValueError: the state of a parameter is that of another routing, layout, geometry, source or shape; nothing is loaded then.
         """
         current = [p for group in self.param_groups for p in group["params"]]
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         options = [{k: v for k, v in group.items() if k != "params" and k not in RESTORED_OPTIONS} for group in self.param_groups]
         self._plan = assign_roles(self.param_groups, self._stages)
         groups = {p: group for group in self.param_groups for p in group["params"]}
+        layouts = [entry for group in state_dict["param_groups"] for entry in group.get("rotate") or [None] * len(group["params"])]
         exact = {}
-        for p, saved_id in zip(current, saved_ids):
+        for p, saved_id, layout in zip(current, saved_ids, layouts):
             saved = state_dict["state"].get(saved_id)
             if saved:
+                check_layout_of_state(p, layout, self._plan[p].stacks, self._plan[p].name)
                 expected = new_state(p, self._plan[p].stacks, groups[p], 1.0, meta=True)
                 saved = complete_state(saved, expected)
                 check_state(saved, expected, self._plan[p].name)

@@ -31,11 +31,16 @@ def measure(optimizer: BasisRotation, limit: int | None = None, turn: int = 0) -
     Nothing is changed, and no other rank is involved. The cost of a matrix is about that of refreshing it twice; memory is a few tensors of
     its covariance's size at a time. On an accelerator it waits for the device.
 
+    Raises:
+        ValueError: a limit below 1.
+
     Args:
         optimizer: as it is between two updates.
         limit: measure at most so many matrices; None: all.
         turn: with a limit, which of them: successive turns 0, 1, 2, ... go round all matrices.
     """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit: must be at least 1, or None for all matrices, got {limit}")
     skipped = optimizer.skipped_updates
     matrices = list(_matrices(optimizer))
     if limit is not None and limit < len(matrices):

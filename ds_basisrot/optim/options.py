@@ -29,7 +29,11 @@ def check_group_keys(group: Mapping[str, Any], options: Iterable[str]) -> None:
     """
     options = list(options)
     for key in group:
-        match = difflib.get_close_matches(str(key), options, n=1, cutoff=0.88) if key not in (*options, "params", "param_names") else []
+        if key in (*options, "params", "param_names", "routed"):
+            continue
+        if key == "layout":
+            raise ValueError("parameter group: 'layout' has no meaning there; put layouts into 'rotate', one entry for each parameter")
+        match = difflib.get_close_matches(str(key).lower(), options, n=1, cutoff=0.85)
         if match:
             raise ValueError(f"parameter group: unknown key {key!r}; did you mean {match[0]!r}?")
 
@@ -48,8 +52,12 @@ def check_options(options: Mapping[str, Any]) -> None:
     """
     for name, (is_legal, legal) in LEGAL.items():
         if name in options and not is_legal(options[name]):
-            hint = f"; {closest(options[name], list(CHOICES[name]))}" if name in CHOICES and isinstance(options[name], str) else ""
-            raise ValueError(f"{name}: must be {legal}, got {options[name]!r}{hint}")
+            raise ValueError(f"{name}: must be {legal}, got {options[name]!r}{_choice_hint(name, options[name])}")
+
+
+def _choice_hint(name: str, value: Any) -> str:
+    match = difflib.get_close_matches(str(value), CHOICES.get(name, ()), n=1, cutoff=0.6)
+    return f"; did you mean {match[0]!r}?" if match else ""
 
 
 def _is_number(value: Any) -> bool:
@@ -69,6 +77,8 @@ def _is_positive_int(value: Any) -> bool:
 
 
 def _is_lr(value: Any) -> bool:
+    if hasattr(value, "numel"):
+        return value.numel() == 1 and _at_least_zero(float(value))
     return _at_least_zero(float(value)) if hasattr(value, "item") else _at_least_zero(value)
 
 
@@ -119,6 +129,8 @@ def check_patterns(rotate: Any) -> None:
     """
     if rotate is None:
         return
+    if isinstance(rotate, Mapping):
+        check_names(rotate, ("include", "exclude", "layout"), "rotate")
     if not _is_patterns(rotate):
         raise ValueError(
             'rotate: must be {"include": [...], "exclude": [...], "layout": {pattern: {...}}} with patterns on parameter names, '

@@ -49,6 +49,10 @@ def tag(
     Raises:
         ValueError: a layout that is illegal or does not fit the parameter.
     """
+    if not isinstance(parameter, Tensor):
+        raise ValueError(f"tag: takes a parameter, such as module.weight, got {type(parameter).__name__}")
+    if not isinstance(rotate, bool):
+        raise ValueError(f"tag: rotate must be true or false, got {rotate!r}")
     given = {"rows": rows, "groups": groups, "names": names, "transposed": transposed, "kind": kind}
     layout = {key: value for key, value in given.items() if value is not None}
     if not rotate and layout:

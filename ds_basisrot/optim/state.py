@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layout import Part
+from .layout import Part, parts
 from .symmetric import packed_size
 
 # State of a parameter. The moments of rotated matrices are in the rotated basis, whence their other names. Where a parameter consists of
@@ -137,6 +137,15 @@ def complete_state(saved: dict[str, Any], expected: dict[str, Any]) -> dict[str,
         elif kind == COLD:
             saved.setdefault(key, [])
     return saved | {STEP: int(saved[STEP])} if STEP in saved else saved
+
+
+def check_layout_of_state(p: Tensor, layout: Any, stacks: Sequence[MatrixStack], name: str) -> None:
+    """Refuse the state of a parameter that was rotated as other matrices; `layout` is its entry in the saved `rotate` (None: not saved)."""
+    if layout is not None and stacks and parts(p.shape, layout) != tuple(stack.part for stack in stacks):
+        raise ValueError(
+            f"the saved state of {name} is of other matrices: it was rotated with the layout {layout}; resume with that one, or without "
+            "optimizer state"
+        )
 
 
 def check_state(saved: dict, expected: dict, name: str) -> None:

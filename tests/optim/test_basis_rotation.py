@@ -193,7 +193,7 @@ def test_all_zero_gradients_before_the_first_real_one_advance_nothing():
         ({"geometry": "bilaterall"}, "geometry: .*did you mean 'bilateral'"),
         ({"source": "third_order"}, "source: .*first_order"),
         ({"noise_floor": float("nan")}, "noise_floor"),
-        ({"rotate": {"includes": ["x"]}}, "rotate: must be"),
+        ({"rotate": {"includes": ["x"]}}, "rotate: unknown key 'includes'; did you mean 'include'"),
         ({"rotate": {"include": ["*"]}}, "rotate: include and exclude patterns need names"),
         ({"refresh_allocation": "stage"}, "refresh_allocation"),
     ],

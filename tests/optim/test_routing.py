@@ -127,7 +127,7 @@ def test_patterns_win_over_modules_and_exclude_over_include():
 @pytest.mark.parametrize(
     "rotate, message",
     [
-        ({"excludes": ["x"]}, "rotate: must be"),
+        ({"excludes": ["x"]}, "rotate: unknown key 'excludes'; did you mean 'exclude'"),
         ({"exclude": "0.*"}, "rotate: must be"),
         (["0.*"], "rotate: must be"),
         ({"exclude": ["*.nonexistent"]}, r"rotate.exclude: '\*.nonexistent' matches no parameter"),
