@@ -1,6 +1,7 @@
 """What a rotated matrix costs: numbers of state, multiply-adds of an update and of a refresh, as formulas of its shape."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .symmetric import packed_size
 
@@ -24,6 +25,7 @@ class MatrixCost:
     refresh_madds: int
 
 
+@lru_cache
 def matrix_cost(m: int, n: int, sides: tuple[bool, bool], second_order: bool) -> MatrixCost:
     """Costs of a matrix `[m, n]`; see `MatrixCost`."""
     lengths = [(side, other) for side, other, rotated in ((m, n, sides[0]), (n, m, sides[1])) if rotated]

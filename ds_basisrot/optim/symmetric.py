@@ -1,19 +1,20 @@
-"""Symmetric matrices stored once: panels of rows of the lower triangle, one after the other, and products that fill only those.
+"""Symmetric matrices stored once: the blocks of the lower triangle, one after the other, and products that fill only those.
 
-A symmetric `[..., k, k]` is packed as `[..., packed_size(k)]`. The panel of rows s to e holds columns 0 to e: the squares on the diagonal
-are whole, and everything above them is left out. That saves almost half of the numbers and of the multiplications.
+A symmetric `[..., k, k]` is packed as `[..., packed_size(k)]`: strips of rows, each with one wide block left of the diagonal, where products
+are most efficient, and the square on the diagonal in narrower panels. That saves almost half of the numbers and of the multiplications.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from torch import Tensor
 
-PANEL_ROWS = 128
+STRIP_ROWS, PANEL_ROWS = 384, 128
 
 
 def packed_size(side: int) -> int:
     """Numbers in a packed symmetric matrix of this side."""
-    return sum((stop - start) * stop for start, stop in _panel_rows(side))
+    return sum((stop - start) * (end - first) for start, stop, first, end in _block_bounds(side))
 
 
 def add_gram(packed: Tensor, x: Tensor, decay: float | Tensor, weight: float) -> None:
@@ -21,31 +22,40 @@ def add_gram(packed: Tensor, x: Tensor, decay: float | Tensor, weight: float) ->
     if isinstance(decay, Tensor):
         packed.mul_(decay)
         decay = 1.0
-    for (start, stop), panel in _panels(packed, x.shape[-2]):
-        rows, columns = x[..., start:stop, :], x[..., :stop, :].mT
+    for (start, stop, first, end), block in _blocks(packed, x.shape[-2]):
+        rows, columns = x[..., start:stop, :], x[..., first:end, :].mT
         if x.ndim == 2:
-            panel.addmm_(rows, columns, beta=decay, alpha=weight)
+            block.addmm_(rows, columns, beta=decay, alpha=weight)
         else:
-            panel.flatten(0, -3).baddbmm_(rows.flatten(0, -3), columns.flatten(0, -3), beta=decay, alpha=weight)
+            block.flatten(0, -3).baddbmm_(rows.flatten(0, -3), columns.flatten(0, -3), beta=decay, alpha=weight)
 
 
 def unpack(packed: Tensor, side: int) -> Tensor:
     """The whole matrix `[..., k, k]`, a copy."""
     whole = packed.new_empty(*packed.shape[:-1], side, side)
-    for (start, stop), panel in _panels(packed, side):
-        whole[..., start:stop, :stop] = panel
-        whole[..., :start, start:stop] = panel[..., :start].mT
+    for (start, stop, first, end), block in _blocks(packed, side):
+        whole[..., start:stop, first:end] = block
+        whole[..., first:start, start:stop] = block[..., : start - first].mT
     return whole
 
 
-def _panel_rows(side: int) -> list[tuple[int, int]]:
-    return [(start, min(start + PANEL_ROWS, side)) for start in range(0, side, PANEL_ROWS)]
+@lru_cache
+def _block_bounds(side: int) -> list[tuple[int, int, int, int]]:
+    """(first row, row after the last, first column, column after the last) of every block."""
+    bounds = []
+    for top in range(0, side, STRIP_ROWS):
+        bottom = min(top + STRIP_ROWS, side)
+        bounds += [(top, bottom, 0, top)] if top else []
+        bounds += [
+            (start, min(start + PANEL_ROWS, bottom), top, min(start + PANEL_ROWS, bottom)) for start in range(top, bottom, PANEL_ROWS)
+        ]
+    return bounds
 
 
-def _panels(packed: Tensor, side: int) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Each panel's rows and its view `[..., stop - start, stop]` of the packed numbers."""
+def _blocks(packed: Tensor, side: int) -> Iterator[tuple[tuple[int, int, int, int], Tensor]]:
+    """Each block's bounds and its view `[..., rows, columns]` of the packed numbers."""
     offset = 0
-    for start, stop in _panel_rows(side):
-        size = (stop - start) * stop
-        yield (start, stop), packed[..., offset : offset + size].unflatten(-1, (stop - start, stop))
+    for start, stop, first, end in _block_bounds(side):
+        size = (stop - start) * (end - first)
+        yield (start, stop, first, end), packed[..., offset : offset + size].unflatten(-1, (stop - start, end - first))
         offset += size
