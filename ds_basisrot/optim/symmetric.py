@@ -1,7 +1,7 @@
 """Symmetric matrices stored once: the blocks of the lower triangle, one after the other, and products that fill only those.
 
-A symmetric `[..., k, k]` is packed as `[..., packed_size(k)]`: strips of rows, each with one wide block left of the diagonal, where products
-are most efficient, and the square on the diagonal in narrower panels. That saves almost half of the numbers and of the multiplications.
+A symmetric `[..., k, k]` is packed as `[..., packed_size(k)]`: strips of rows, each with one wide block left of the diagonal, where
+products are most efficient, and the square on the diagonal in narrower panels. That saves almost half of the numbers and of the products.
 """
 
 from collections.abc import Iterator
