@@ -5,7 +5,6 @@ products are most efficient, and the square on the diagonal in narrower panels. 
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 from torch import Tensor
 
@@ -39,7 +38,6 @@ def unpack(packed: Tensor, side: int) -> Tensor:
     return whole
 
 
-@lru_cache
 def _block_bounds(side: int) -> list[tuple[int, int, int, int]]:
     """(first row, row after the last, first column, column after the last) of every block."""
     bounds = []
