@@ -85,14 +85,14 @@ def test_a_dying_worker_ends_the_job_with_its_error_shown(tmp_path, config):
             import gpt_model
             import pretrain_gpt
 
-            count, loss = itertools.count(), gpt_model.next_token_loss
+            count, loss = itertools.count(), gpt_model.next_byte_loss
 
             def fails_in_the_third_update(logits, labels):  # only the last stage, here rank 1, computes a loss
                 if next(count) == 2 * 2:
                     raise RuntimeError("worker 1 has had enough")
                 return loss(logits, labels)
 
-            gpt_model.next_token_loss = fails_in_the_third_update
+            gpt_model.next_byte_loss = fails_in_the_third_update
             pretrain_gpt.main()
         """)
     )

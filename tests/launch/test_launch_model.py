@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpt_model import layer_specs, next_token_loss
+from gpt_model import layer_specs, next_byte_loss
 
 SHAPE = {"vocabulary": 256, "layers": 3, "width": 32, "heads": 4, "context": 16}
 
@@ -50,4 +50,4 @@ def test_no_position_sees_a_later_byte(layers):
 
 def test_the_loss_of_even_logits_is_that_of_guessing(layers):
     labels = torch.zeros(2, SHAPE["context"], dtype=torch.int64)
-    assert next_token_loss(torch.zeros(2, SHAPE["context"], 256), labels).item() == pytest.approx(torch.tensor(256.0).log().item())
+    assert next_byte_loss(torch.zeros(2, SHAPE["context"], 256), labels).item() == pytest.approx(torch.tensor(256.0).log().item())
