@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import eigenbasis
+from . import eigenbasis, moments
 from .gradient_gate import Gate
 from .state import (
     COLD,
@@ -19,9 +19,6 @@ from .state import (
     MatrixStack,
 )
 from .symmetric import add_gram, unpack
-
-BLOCK_NUMBERS = 2**15
-"""Elements of one tensor that the elementwise operations of an update work on at a time."""
 
 
 class StackUpdate:
@@ -103,31 +100,18 @@ class StackUpdate:
         Returns:
             (X, V, step size): the weight changes by -step size * X V^T (V None: by -step size * X), X is the caller's.
         """
-        (beta1, beta2), state = self.group["betas"], self.state
+        state = self.state
         left, right = self._sides_of([self._factor(key) for _, key, _ in self.stack.rotations()])
         gradient = self._rotate(gradient, left, right).float()
         stored = state[self.stack.key(ROTATED_MOMENTUM)]
-        momentum, second_moment = stored.float(), state[self.stack.key(ROTATED_SECOND_MOMENT)]
-        weight, decay = self.gate.amount(1 - beta1), self.gate.decay(beta2)
-        for rows in _row_blocks(gradient):
-            fresh = gradient[..., rows, :]
-            momentum[..., rows, :].lerp_(fresh, weight)
-            second_moment[..., rows, :].mul_(decay).addcmul_(fresh, fresh, value=1 - beta2)
+        momentum = stored.float()
+        eps = max(self.group["eps"] / state[SCALE], SMALLEST_EPS)
+        options = moments.Adam(self.group["betas"], eps, float(self.group["lr"]), self._relative_floor(), state[STEP])
+        x, step_size = moments.update(gradient, momentum, state[self.stack.key(ROTATED_SECOND_MOMENT)], options, self.gate)
         if momentum is not stored:
             stored.copy_(momentum)
-
-        # The method adds eps to the root before its bias correction, AdamW after it.
-        eps, floor = max(self.group["eps"] / state[SCALE], SMALLEST_EPS), self._relative_floor()
-        smallest = floor * second_moment.mean((-2, -1), keepdim=True).sqrt_() if floor > 0.0 else None
-        x = gradient if any(self.stack.sides) else torch.empty_like(second_moment)  # unrotated, it may be the user's own
-        for rows in _row_blocks(x):
-            denominator = torch.sqrt(second_moment[..., rows, :], out=x[..., rows, :]).add_(eps)
-            if smallest is not None:
-                denominator.clamp_(min=smallest)
-            torch.div(momentum[..., rows, :], denominator, out=denominator)
         if left is not None:
             x = _product(left, x).float()
-        step_size = float(self.group["lr"]) * math.sqrt(1 - beta2 ** state[STEP]) / (1 - beta1 ** state[STEP])
         return x, right, step_size
 
     def _relative_floor(self) -> float:
@@ -163,13 +147,6 @@ class StackUpdate:
     def _rotate_back(matrix: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
         matrix = matrix if right is None else _product(matrix, right.mT)
         return matrix if left is None else _product(left, matrix)
-
-
-def _row_blocks(matrix: Tensor) -> list[slice]:
-    """Blocks of rows small enough that a processor's cache keeps them between elementwise operations; all rows for anything else."""
-    rows = matrix.shape[-2]
-    step = rows if matrix.ndim > 2 or matrix.device.type != "cpu" else max(1, BLOCK_NUMBERS // matrix.shape[-1])
-    return [slice(start, start + step) for start in range(0, rows, step)]
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

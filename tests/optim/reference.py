@@ -61,7 +61,7 @@ class ReferenceMatrix:
         g_rot, m_rot = self._rotate(g), self._rotate(self.M)
         self.S = self.b2 * self.S + (1 - self.b2) * g_rot**2
         if self.rotated:
-            denominator = (self.S.sqrt() + self.eps).clamp_min(self.noise_floor * self.S.mean().sqrt())
+            denominator = self.S.sqrt().clamp_min(self.noise_floor * self.S.mean().sqrt()) + self.eps
             update = math.sqrt(1 - self.b2**self.t) / (1 - self.b1**self.t) * m_rot / denominator
         else:
             update = m_rot / (1 - self.b1**self.t) / ((self.S / (1 - self.b2**self.t)).sqrt() + self.eps)

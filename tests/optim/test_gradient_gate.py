@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_basisrot import BasisRotation
-from ds_basisrot.optim import adamw, eigenbasis, rotated_adam
+from ds_basisrot.optim import adamw, eigenbasis, moments, rotated_adam
 from ds_basisrot.optim.gradient_gate import Gate, Outcome
 from ds_basisrot.optim.orthonormal import householder
 
@@ -46,18 +46,19 @@ def without_step_counts(states):
 # Ordinary gradients
 
 
-def separate_decay(patch):
+def separate_operations(patch):
     """Decays by an operation of their own on a processor too: on an accelerator, after the first update, the factor is on the device."""
     add_gram, add_to = rotated_adam.add_gram, adamw.add_product_to_weight
     patch.setattr(rotated_adam, "add_gram", lambda packed, x, decay, weight: add_gram(packed, x, torch.as_tensor(decay), weight))
     patch.setattr(adamw, "add_product_to_weight", lambda *rest: add_to(*rest[:-1], Gate(torch.tensor(True))))
+    patch.setattr(moments, "_update_fused", moments._update)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_ordinary_gradients_train_bitwise_as_on_a_processor_but_for_the_rounding_of_fused_decays(options, dtype):
+def test_ordinary_gradients_train_bitwise_as_on_a_processor_but_for_the_rounding_of_fused_operations(options, dtype):
     runs = []
-    for preparations in ([separate_decay], [separate_decay, as_on_a_device], []):
+    for preparations in ([separate_operations], [separate_operations, as_on_a_device], []):
         parameters, optimizer = build(dtype, **options)
         with pytest.MonkeyPatch.context() as patch:
             for prepare in preparations:
@@ -68,8 +69,9 @@ def test_ordinary_gradients_train_bitwise_as_on_a_processor_but_for_the_rounding
         runs.append(snapshot(parameters, optimizer))
     assert_same(runs[0], runs[1])
     coarse = torch.bfloat16 in (dtype, getattr(torch, options.get("state_dtype", "float32")))
+    tolerance = 2e-2 if coarse else 1e-3 if "product_dtype" in options else 1e-5  # what is rounded to bfloat16 may round the other way
     for kind, (weight, _) in runs[2].items():
-        torch.testing.assert_close(runs[1][kind][0], weight, rtol=0, atol=2e-2 if coarse else 1e-5)
+        torch.testing.assert_close(runs[1][kind][0], weight, rtol=0, atol=tolerance)
 
 
 def test_a_weight_of_double_precision_decays_in_double_precision(on_a_device):
