@@ -12,11 +12,15 @@ from .gradient_gate import Gate
 from .state import MOMENTUM, SCALE, SECOND_MOMENT, SMALLEST_EPS, STEP
 
 
-def update(parameters: list[tuple[dict[str, Any], Tensor, dict[str, Any]]], gate: Gate) -> None:
-    """One AdamW update of (group, parameter, state) each; the states' `step` counts this update already."""
+def update(parameters: list[tuple[dict[str, Any], Tensor, dict[str, Any]]], gate: Gate, layout_independent: bool = False) -> None:
+    """One AdamW update of (group, parameter, state) each; the states' `step` counts this update already.
+
+    With `layout_independent`, a processor rounds every element alike, wherever it lies in memory. Fused operations do not: where a vector
+    register is not filled, they may round a product that they otherwise do not.
+    """
     fused = defaultdict(list)
     for group, p, state in parameters:
-        if _is_ordinary(p, state):
+        if _is_ordinary(p, state) and not (layout_independent and p.device.type == "cpu"):
             fused[id(group), state[STEP], p.device].append((group, p, state))
         else:
             _update_one(p, state, group, gate)
@@ -51,8 +55,8 @@ def _update_one(p: Tensor, state: dict[str, Any], group: dict[str, Any], gate: G
     beta1, beta2 = group["betas"]
     gradient = gate.gradient(p.grad if state[SCALE] == 1.0 else p.grad / state[SCALE]).to(torch.float32)
     momentum, second_moment = state[MOMENTUM], state[SECOND_MOMENT]
-    momentum.lerp_(gradient, gate.amount(1 - beta1))
-    second_moment.mul_(gate.decay(beta2)).addcmul_(gradient, gradient, value=1 - beta2)
+    momentum.mul_(gate.decay(beta1)).add_(gradient * (1 - beta1))
+    second_moment.mul_(gate.decay(beta2)).add_(gradient.square().mul_(1 - beta2))
     eps = max(group["eps"] / state[SCALE], SMALLEST_EPS)
     denominator = second_moment.sqrt().div_(math.sqrt(1 - beta2 ** state[STEP])).add_(eps)
     step_size = float(group["lr"]) / (1 - beta1 ** state[STEP])

@@ -1,0 +1,207 @@
+"""Updates of parameters by their gradients: which gradients may change anything, states in fitting units, matrices in parallel."""
+
+import logging
+import math
+from collections.abc import Callable, MutableMapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import adamw, workers
+from .gradient_gate import Gate, Outcome, largest_elements
+from .roles import Role
+from .rotated_adam import StackUpdate
+from .side_stream import SideStream
+from .state import COLD, FAILED_REFRESHES, LARGEST_USABLE, SCALE, STEP, MatrixStack, is_history, is_usable, new_state, rescale
+
+logger = logging.getLogger("ds_basisrot")
+
+MAX_FAILED_REFRESHES = 3
+
+Work = list[tuple[dict[str, Any], Tensor]]
+"""(parameter group, parameter) of everything that has a gradient in this update."""
+
+Agreement = Callable[[Tensor], Tensor]
+
+
+class MatrixUpdates:
+    """What an optimizer does in one update with parameters whose roles are known.
+
+    Attributes:
+        state: of each parameter.
+        skipped_updates: updates skipped for a gradient that was not finite, or absurdly large.
+        gradient_dtype: precision the gradients were computed in, when it is not the dtype they arrive in (None: as they arrive).
+        layout_independent: on a processor, use only operations whose rounding does not depend on where an element lies in memory, so that
+            a parameter's update is bitwise the same whole and in slices; some percents slower.
+    """
+
+    state: MutableMapping[Tensor, Any]
+
+    def _begin(self) -> None:
+        self._plan: dict[Tensor, Role] | None = None
+        self._unread: tuple[Work, Outcome] | None = None
+        self._skipped_updates = 0
+        self.gradient_dtype: torch.dtype | None = None
+        self.layout_independent = False
+
+    @property
+    def skipped_updates(self) -> int:
+        """Updates skipped for a gradient that was not finite, or absurdly large."""
+        self._settle()
+        return self._skipped_updates
+
+    def _take_step(self, work: Work) -> None:
+        """Update every parameter of `work` by its gradient, or none."""
+        self._update(*self._decide(work, largest_elements([p.grad for _, p in work])))
+
+    def _decide(self, work: Work, sizes: Tensor, agree: Agreement = lambda usable: usable) -> tuple[Work, Gate]:
+        """Whether the gradients, whose largest elements are `sizes`, may change anything.
+
+        Args:
+            agree: makes one flag of those of several ranks, each a boolean tensor; no rank updates where another one must not.
+
+        Returns:
+            What to update, with states in fitting units, and the gate to do it through.
+        """
+        if self._host_decides(work, sizes):
+            return [work[i] for i in self._admit(work, sizes.tolist(), agree)], Gate()
+        flag = agree((sizes <= self._limits(work, sizes)).all())
+        self._unread = work, Outcome(torch.cat([sizes, flag.to(sizes.dtype).reshape(1)]))
+        return work, Gate(flag)
+
+    def _limits(self, work: Work, sizes: Tensor) -> float | Tensor:
+        """The largest elements that the states' units can take in."""
+        scales = [self.state[p][SCALE] for _, p in work]
+        if all(scale == 1.0 for scale in scales):
+            return LARGEST_USABLE
+        return LARGEST_USABLE * torch.tensor(scales, dtype=sizes.dtype).to(sizes.device, non_blocking=True)
+
+    def _host_decides(self, work: Work, sizes: Tensor) -> bool:
+        """Whether the host looks at the gradients before the update: where it need not wait, or must, as a matrix has no basis yet."""
+        return (
+            sizes.device.type == "cpu"
+            or len({p.device for _, p in work}) > 1
+            or any(
+                not self.state.get(p) or any(value for key, value in self.state[p].items() if key.rpartition(".")[2] == COLD)
+                for _, p in work
+            )
+        )
+
+    def _admit(self, work: Work, sizes: list[float], agree: Agreement) -> list[int]:
+        """The members of `work` to update, with states in fitting units: none when a gradient is unusable."""
+        unusable = next((i for i, (_, p) in enumerate(work) if not is_usable(self.state.get(p), sizes[i])), None)
+        if not agree(torch.tensor(unusable is None)):
+            self._skip(work, sizes, unusable)
+            return []
+        for (group, p), size in zip(work, sizes):
+            self._fit_units(p, size)
+            if not self.state.get(p) and size > 0.0:
+                self.state[p] = new_state(p, self._plan[p].stacks, group, size)
+        return [i for i, (_, p) in enumerate(work) if self.state.get(p)]
+
+    def _fit_units(self, p: Tensor, size: float) -> None:
+        """Bring the state of `p` into units that fit a gradient of this finite size."""
+        state = self.state.get(p)
+        if state and is_history(state, size):
+            logger.warning("state of %s begun anew: its gradients were huge and are %.0e now", self._plan[p].name, size)
+            del self.state[p]
+        elif state:
+            rescale(state, size)
+
+    def _skip(self, work: Work, sizes: list[float], unusable: int | None) -> None:
+        self._skipped_updates += 1
+        fault = "of another rank is not usable"
+        if unusable is not None:
+            size, p = sizes[unusable], work[unusable][1]
+            what = f"{size:.0e} and too large for what came before" if math.isfinite(size) else "not finite"
+            fault = f"of {self._plan[p].name} is {what}"
+        logger.warning("update skipped: the gradient %s (%d skipped so far)", fault, self._skipped_updates)
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Learn what became of the last update, where the host did not wait for it: a skipped one counts no step."""
+        if self._unread is None:
+            return
+        (work, outcome), self._unread = self._unread, None
+        *sizes, open_gate = outcome.read()
+        if not open_gate:
+            shut = next((i for i, (_, p) in enumerate(work) if not sizes[i] <= LARGEST_USABLE * self.state[p][SCALE]), None)
+            self._skip(work, sizes, shut)
+            for _, p in work:
+                self.state[p][STEP] -= 1
+        for (_, p), size in zip(work, sizes):
+            if is_usable(self.state[p], size):
+                self._fit_units(p, size)
+
+    def _update(self, work: Work, gate: Gate) -> None:
+        if not work:
+            return
+        for _, p in work:
+            self.state[p][STEP] += 1
+        rotated = [(group, p) for group, p in work if self._plan[p].stacks]
+        if all(p.device.type == "cpu" for _, p in rotated):
+            costs = [self._plan[p].cost(self.state[p][STEP]) for _, p in rotated]
+            workers.run([(cost, partial(self._update_rotated, p, group, gate)) for (group, p), cost in zip(rotated, costs)])
+        else:
+            self._update_beside(rotated, gate)
+        adamw.update([(group, p, self.state[p]) for group, p in work if not self._plan[p].stacks], gate, self.layout_independent)
+
+    def _update_beside(self, rotated: Work, gate: Gate) -> None:
+        """Update rotated parameters on an accelerator, those that are refreshed beside the others."""
+        side = SideStream(rotated[0][1].device)
+        for refreshing in (True, False):
+            with side if refreshing else nullcontext():
+                for group, p in rotated:
+                    if self._plan[p].refreshes(self.state[p][STEP]) is refreshing:
+                        self._update_rotated(p, group, gate)
+        side.join()
+
+    def _update_rotated(self, p: Tensor, group: dict, gate: Gate) -> None:
+        state, role = self.state[p], self._plan[p]
+        gradient = gate.gradient(p.grad if state[SCALE] == 1.0 else p.grad / state[SCALE]).to(torch.float32)
+        directions = []
+        for stack in role.stacks:
+            own = stack.part.take(gradient).reshape(stack.shape)
+            update = StackUpdate(stack, state, group, gate, self.gradient_dtype or p.grad.dtype)
+            update.accumulate(own)
+            self._update_bases(update, own, role, state)
+            x, right, step_size = update.direction(own)
+            fits = right is not None and right.dtype == p.dtype == torch.float32 and stack.part.is_whole and p.is_contiguous()
+            if fits and not self.layout_independent:
+                adamw.add_product_to_weight(p.view(stack.shape), x, right.mT, step_size, group, gate)
+                return
+            directions.append((stack.part, x if right is None else (x.to(right.dtype) @ right.mT).float()))
+        whole = torch.empty(p.shape, device=p.device)
+        for part, direction in directions:
+            part.put(direction.reshape(part.shape), whole)
+        adamw.add_to_weight(p, whole, step_size, group, gate)
+
+    def _update_bases(self, update: StackUpdate, gradient: Tensor, role: Role, state: dict) -> None:
+        """The cold starts and refreshes that are due."""
+        stack = update.stack
+        cold = state[stack.key(COLD)]
+        due = [i for i in role.due(stack, state[STEP]) if i not in cold]
+        for index in update.warming(gradient):
+            self._try(lambda i: update.start(i, gradient), index, stack, role, state)
+        for index in due:
+            self._try(update.refresh, index, stack, role, state)
+
+    def _try(self, change_basis: Callable[[int], None], index: int, stack: MatrixStack, role: Role, state: dict) -> None:
+        """Change the basis of one matrix. Where the decomposition fails it is kept, but not three times in a row."""
+        failures = state[stack.key(FAILED_REFRESHES)]
+        try:
+            change_basis(index)
+        except torch.linalg.LinAlgError as error:
+            failures[index] += 1
+            name = f"{role.name}{stack.name_of(index)}"
+            logger.warning("basis of %s kept: %s (failure %d in a row)", name, error, failures[index])
+            if failures[index] >= MAX_FAILED_REFRESHES:
+                raise RuntimeError(
+                    f"the basis of {name} could not be refreshed {MAX_FAILED_REFRESHES} times in a row ({error}); "
+                    "lower the learning rate, raise covariance_damping, or leave the matrix out with rotate.exclude"
+                ) from error
+        else:
+            failures[index] = 0
