@@ -11,6 +11,7 @@ from ..optim.basis_rotation import BasisRotation
 from ..optim.options import check_names, check_options, check_patterns, closest
 
 OPTIMIZER_TYPE = "BasisRotation"
+SHARDED_OPTIMIZER = "ShardedBasisRotation"
 OPTIMIZER_PARAMS = [name for name in inspect.signature(BasisRotation).parameters if name not in ("params", "staleness")]
 
 # In "params" of a BasisRotation block, but read by the plugin: updates between two measurements of the diagnostics, 0 for none.
@@ -121,18 +122,48 @@ def check_optimizer_params(params: Mapping[str, Any]) -> None:
 
 
 def check_optimizer_setting(config: Mapping[str, Any]) -> None:
-    """Refuse what hands BasisRotation flat slices of several matrices.
+    """Refuse what BasisRotation does not run with, of what stands in the JSON.
 
     Raises:
         ConfigError: naming the key.
     """
-    stage, precision, zero = _zero_stage(config), _precision(config), _block(config, "zero_optimization")
+    _zero_stage(config)
+    zero = _block(config, "zero_optimization")
+    for name in ("offload_optimizer", "offload_param"):
+        device = _block(zero, name, "zero_optimization.").get("device", "none")
+        if device not in ("none", None):
+            raise ConfigError(f"zero_optimization.{name}: {OFFLOADED[name]}, got device {device!r}; remove it")
+    for key, why in NOT_WITH_ZERO.items():
+        if zero.get(key):
+            raise ConfigError(f"zero_optimization.{key}: {why}; remove it")
+
+
+OFFLOADED = {
+    "offload_optimizer": "BasisRotation multiplies matrices in every update, which needs its states on the accelerator",
+    "offload_param": "not supported with BasisRotation yet",
+}
+
+# Of DeepSpeed's ZeRO options, those that change what its optimizers keep or when they are called.
+NOT_WITH_ZERO = {
+    "cpu_offload": "BasisRotation multiplies matrices in every update, which needs its states on the accelerator",
+    "elastic_checkpoint": "DeepSpeed saves only flat states then, and BasisRotation's bases would be lost; universal checkpoints keep them",
+    "zenflow": "not supported with BasisRotation",
+}
+
+
+def check_client_optimizer(config: Mapping[str, Any]) -> None:
+    """Refuse a BasisRotation that the script built where DeepSpeed would flatten its parameters: nobody could tell it what became of them.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    stage, precision = _zero_stage(config), _precision(config)
     if stage > 0:
-        raise ConfigError(f"zero_optimization.stage: BasisRotation needs whole matrices and ZeRO {stage} hands it flat slices; set it to 0")
+        raise ConfigError(
+            f"zero_optimization.stage: {stage} needs BasisRotation chosen by optimizer.type in the JSON, not by the script"
+        )
     if precision != "fp32":
-        raise ConfigError(f"{precision}.enabled: BasisRotation runs in fp32 under DeepSpeed for now; set it to false")
-    if zero.get("cpu_offload") or _block(zero, "offload_optimizer", "zero_optimization.").get("device", "none") != "none":
-        raise ConfigError("zero_optimization.offload_optimizer: not supported with BasisRotation; remove it")
+        raise ConfigError(f"{precision}.enabled: needs BasisRotation chosen by optimizer.type in the JSON, not by the script")
 
 
 def _check_async_setting(config: Mapping[str, Any]) -> None:

@@ -1,13 +1,16 @@
 """Builds BasisRotation for a DeepSpeed engine: parameters routed by module, in the user's own groups."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from torch import Tensor, nn
 
 from ..optim.basis_rotation import BasisRotation
 from ..optim.routing import describe, is_linear, named_rotation, pattern_matches, route
+from ..sharding.optimizer import ShardedBasisRotation
 from . import agreement
 from .config import DIAGNOSTICS_PERIOD, ConfigError, pipeline_options
 from .diagnostics_events import write_diagnostics
@@ -15,33 +18,43 @@ from .log import log, log_stage
 from .refusals import check_experts
 
 
-def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) -> BasisRotation:
+def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) -> BasisRotation | ShardedBasisRotation:
     """BasisRotation over `model_parameters` (tensors or groups, as given to deepspeed.initialize) with the JSON's `params`, checked before.
+
+    Where DeepSpeed will put flat buffers in the place of parameters, it is the sharded one.
 
     Raises:
         ConfigError: a pattern that matches nothing, or nothing to rotate, in the whole model; experts spread over ranks.
     """
-    check_experts(engine.module, "optimizer.type: BasisRotation")
+    sharded = is_sharded(engine)
+    if not sharded:
+        check_experts(engine.module, "optimizer.type: BasisRotation with zero_optimization.stage 0")
     params = dict(params)
     patterns, diagnostics_period = params.pop("rotate", None), params.pop(DIAGNOSTICS_PERIOD, 0)
-    try:
-        routes = route(engine.module, patterns, holds_output=_holds_output(engine.module))
-    except ValueError as error:
-        raise ConfigError(f"optimizer.params.{error}") from None
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
 
     def routed(group: dict[str, Any]) -> dict[str, Any]:
-        parameters = list(group["params"])
+        parameters = [p for p in group["params"] if is_optimized(p)]
         named = [(names.get(p, f"parameter outside the model {index}"), p) for index, p in enumerate(parameters)]
         if group.get("rotate") is not None:  # the script's own routing, which only patterns overrule
             entries = named_rotation(parameters, [name for name, _ in named], group["rotate"], patterns or {})
         else:
             entries = [routes[name].entry if name in routes else False for name, _ in named]
+        if sharded:
+            named = [(name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"))) for name, p in named]
         return {**group, "params": named, "rotate": entries}
 
     groups = [item if isinstance(item, dict) else None for item in model_parameters]
     loose: list[Tensor] = [item for item, group in zip(model_parameters, groups) if group is None]
-    optimizer = BasisRotation([routed(g) for g in ([{"params": loose}] if loose else []) + [g for g in groups if g]], **params)
+    given = ([{"params": loose}] if loose else []) + [{**g, "params": list(g["params"])} for g in groups if g]
+    given = [group for group in given if any(map(is_optimized, group["params"]))]
+    with whole_shapes(engine.module):
+        try:
+            routes = route(engine.module, patterns, holds_output=_holds_output(engine.module))
+        except ValueError as error:
+            raise ConfigError(f"optimizer.params.{error}") from None
+        optimizer = BasisRotation([routed(group) for group in given], **params)
+    described = optimizer.describe()
 
     rotated = sum(entry is not False for group in optimizer.param_groups for entry in group["rotate"])
     matches = pattern_matches(patterns, names.values())  # a stage sees only its part of the model, hence the sum over all ranks
@@ -53,11 +66,44 @@ def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) 
         raise ConfigError(
             f"optimizer.params.rotate: nothing would be rotated ({describe(routes)}); include matrices by pattern, or use AdamW"
         )
-    _log(engine, routes, optimizer)
+    _log(engine, routes, described)
     _log_allocation(engine, optimizer)
+    if sharded:
+        optimizer = ShardedBasisRotation(optimizer, [[p for p in group["params"] if is_optimized(p)] for group in given])
+    optimizer.gradient_dtype, optimizer.layout_independent = _gradient_dtype(engine), True
     if diagnostics_period > 0:
         write_diagnostics(engine, optimizer, diagnostics_period)
     return optimizer
+
+
+def is_sharded(engine: Any) -> bool:
+    """Whether DeepSpeed will wrap the optimizer into one that flattens parameters: every ZeRO stage, and bf16 in a pipeline."""
+    return engine.zero_optimization() or (engine.bfloat16_enabled() and engine.pipeline_parallelism)
+
+
+def is_optimized(parameter: Tensor) -> bool:
+    """Whether DeepSpeed's wrappers keep a parameter: trainable, and not empty."""
+    return parameter.requires_grad and getattr(parameter, "ds_numel", parameter.numel()) > 0
+
+
+@contextmanager
+def whole_shapes(module: nn.Module) -> Iterator[None]:
+    """Parameters that ZeRO 3 has partitioned have their whole shapes inside, without the memory for it."""
+    partitioned = [(p, p.data) for p in module.parameters() if hasattr(p, "ds_shape") and p.shape != p.ds_shape]
+    try:
+        for p, data in partitioned:
+            p.data = data.new_zeros(1).expand(p.ds_shape)
+        yield
+    finally:
+        for p, data in partitioned:
+            p.data = data
+
+
+def _gradient_dtype(engine: Any) -> torch.dtype | None:
+    """The precision in which gradients are computed, if it is not that of the parameters."""
+    if engine.bfloat16_enabled():
+        return torch.bfloat16
+    return torch.float16 if engine.fp16_enabled() else None
 
 
 def _holds_output(module: nn.Module) -> bool:
@@ -74,8 +120,8 @@ def _holds_output(module: nn.Module) -> bool:
     return kinds.count(kinds[int(layer)]) == 1
 
 
-def _log(engine: Any, routes: dict, optimizer: BasisRotation) -> None:
-    log_stage(engine, f"BasisRotation, {describe(routes)}; {optimizer.describe()}")
+def _log(engine: Any, routes: dict, described: str) -> None:
+    log_stage(engine, f"BasisRotation, {describe(routes)}; {described}")
     others = sorted({name for name, r in routes.items() if not r.rotate and r.reason not in ("norm or bias",)})
     if others:
         log_stage(engine, "AdamW for " + ", ".join(f"{n} ({routes[n].reason})" for n in others[:20]))

@@ -9,8 +9,9 @@ from .. import _activation
 from . import private_names
 from .config import (
     OPTIMIZER_TYPE,
+    SHARDED_OPTIMIZER,
     ConfigError,
-    check_optimizer_setting,
+    check_client_optimizer,
     check_optimizer_type,
     is_basis_rotation,
     pipeline_options,
@@ -37,7 +38,7 @@ def patch_engine(module: ModuleType) -> None:
         validate(engine._config._param_dict)
         _check_pipeline_engine_was_patched(engine)
         if type(engine.client_optimizer).__name__ == OPTIMIZER_TYPE:
-            check_optimizer_setting(engine._config._param_dict)
+            check_client_optimizer(engine._config._param_dict)
         return original(engine)
 
     @_wraps(cls, "_configure_basic_optimizer")
@@ -47,6 +48,25 @@ def patch_engine(module: ModuleType) -> None:
         from .optimizer import build
 
         return build(engine, model_parameters, engine.optimizer_params() or {})
+
+    @_wraps(cls, "_do_optimizer_sanity_check")
+    def _do_optimizer_sanity_check(original, engine, basic_optimizer):
+        if type(basic_optimizer).__name__ == SHARDED_OPTIMIZER:
+            from .zero import allow
+
+            allow(type(basic_optimizer))
+        return original(engine, basic_optimizer)
+
+    for name in ("_configure_zero_optimizer", "_configure_bf16_optimizer"):
+
+        @_wraps(cls, name)
+        def _configure(original, engine, optimizer, *args, **kwargs):
+            wrapper = original(engine, optimizer, *args, **kwargs)
+            if type(optimizer).__name__ == SHARDED_OPTIMIZER:
+                from .zero import bind
+
+                bind(optimizer, wrapper, engine.param_names)
+            return wrapper
 
 
 def patch_pipeline_engine(module: ModuleType) -> None:

@@ -4,7 +4,10 @@ from typing import Any
 
 from .config import ConfigError
 
-ENGINE = ("_is_supported_optimizer", "_do_sanity_check", "_configure_basic_optimizer", "_take_model_step")
+ENGINE = (
+    "_is_supported_optimizer", "_do_sanity_check", "_configure_basic_optimizer", "_do_optimizer_sanity_check", "_configure_zero_optimizer",
+    "_configure_bf16_optimizer", "_take_model_step",
+)  # fmt: skip
 PIPELINE_ENGINE = (
     "_train_schedule", "_exec_schedule", "_aggregate_total_loss", "_exec_load_micro_batch", "_exec_forward_pass", "_exec_backward_pass",
     "_exec_reduce_grads", "_exec_optimizer_step", "_reserve_pipe_buffers",

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -30,18 +31,37 @@ class Role:
         """Whether any matrix is refreshed at this update."""
         return any(self.due(stack, update) for stack in self.stacks)
 
+    def of_one(self, index: int) -> "Role":
+        """The role of one matrix of a stack."""
+        stacks = []
+        for stack in self.stacks:
+            part = replace(stack.part, shape=(1, *stack.part.shape[1:]), parameter_shape=(1, *stack.part.parameter_shape[1:]))
+            stacks.append(MatrixStack(part, stack.sides))
+        one = Role(f"{self.name}[{index}]", stacks, self.second_order)
+        one.follow(self, index)
+        return one
+
+    def follow(self, whole: "Role", index: int) -> None:
+        """Refresh when `whole` does, of which this is a copy, or the matrix `index` of a stack."""
+        self.rate = whole.rate
+        for own, its in zip(self.stacks, whole.stacks):
+            count = own.part.shape[0]
+            own.offsets = list(its.offsets if count == its.part.shape[0] else its.offsets[index : index + 1])
+
     def refresh_costs(self) -> list[int]:
         """Multiply-adds of refreshing each stack once."""
-        return [stack.part.shape[0] * self._cost(stack).refresh_madds for stack in self.stacks]
+        return [stack.part.shape[0] * self.matrix_cost(stack).refresh_madds for stack in self.stacks]
 
     def cost(self, update: int) -> int:
         """Multiply-adds of this update."""
         return sum(
-            stack.part.shape[0] * self._cost(stack).update_madds + len(self.due(stack, update)) * self._cost(stack).refresh_madds
+            stack.part.shape[0] * self.matrix_cost(stack).update_madds
+            + len(self.due(stack, update)) * self.matrix_cost(stack).refresh_madds
             for stack in self.stacks
         )
 
-    def _cost(self, stack: MatrixStack) -> MatrixCost:
+    def matrix_cost(self, stack: MatrixStack) -> MatrixCost:
+        """Of each of its matrices."""
         return matrix_cost(*stack.part.shape[1:], stack.sides, self.second_order)
 
 

@@ -55,19 +55,22 @@ class MatrixUpdates:
 
     def _take_step(self, work: Work) -> None:
         """Update every parameter of `work` by its gradient, or none."""
-        self._update(*self._decide(work, largest_elements([p.grad for _, p in work])))
+        decision = self._decide(work, largest_elements([p.grad for _, p in work]))
+        if decision is not None:
+            self._update(*decision)
 
-    def _decide(self, work: Work, sizes: Tensor, agree: Agreement = lambda usable: usable) -> tuple[Work, Gate]:
+    def _decide(self, work: Work, sizes: Tensor, agree: Agreement = lambda usable: usable) -> tuple[Work, Gate] | None:
         """Whether the gradients, whose largest elements are `sizes`, may change anything.
 
         Args:
             agree: makes one flag of those of several ranks, each a boolean tensor; no rank updates where another one must not.
 
         Returns:
-            What to update, with states in fitting units, and the gate to do it through.
+            What to update, with states in fitting units, and the gate to do it through; None: the update is skipped.
         """
         if self._host_decides(work, sizes):
-            return [work[i] for i in self._admit(work, sizes.tolist(), agree)], Gate()
+            admitted = self._admit(work, sizes.tolist(), agree)
+            return None if admitted is None else ([work[i] for i in admitted], Gate())
         flag = agree((sizes <= self._limits(work, sizes)).all())
         self._unread = work, Outcome(torch.cat([sizes, flag.to(sizes.dtype).reshape(1)]))
         return work, Gate(flag)
@@ -90,12 +93,12 @@ class MatrixUpdates:
             )
         )
 
-    def _admit(self, work: Work, sizes: list[float], agree: Agreement) -> list[int]:
-        """The members of `work` to update, with states in fitting units: none when a gradient is unusable."""
+    def _admit(self, work: Work, sizes: list[float], agree: Agreement) -> list[int] | None:
+        """The members of `work` to update, with states in fitting units; None when a gradient is unusable."""
         unusable = next((i for i, (_, p) in enumerate(work) if not is_usable(self.state.get(p), sizes[i])), None)
         if not agree(torch.tensor(unusable is None)):
             self._skip(work, sizes, unusable)
-            return []
+            return None
         for (group, p), size in zip(work, sizes):
             self._fit_units(p, size)
             if not self.state.get(p) and size > 0.0:

@@ -1,0 +1,92 @@
+"""What DeepSpeed's wrappers put into their flat buffers, for a sharded BasisRotation inside them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.zero import utils
+from torch import Tensor
+
+from ..sharding.optimizer import Flat, ShardedBasisRotation
+from ..sharding.units import Piece
+from . import private_names
+from .config import ConfigError
+
+
+def allow(optimizer_class: type) -> None:
+    """Put our class on DeepSpeed's list of optimizers that ZeRO may wrap."""
+    private_names.check(utils, ("ZERO_SUPPORTED_OPTIMIZERS",), "runtime.zero.utils")
+    if optimizer_class not in utils.ZERO_SUPPORTED_OPTIMIZERS:
+        utils.ZERO_SUPPORTED_OPTIMIZERS.append(optimizer_class)
+
+
+def bind(optimizer: ShardedBasisRotation, wrapper: Any, names: Mapping[Tensor, str]) -> None:
+    """Tell the optimizer inside a ZeRO or bf16 wrapper what its flat buffers hold.
+
+    Args:
+        names: of the model's parameters.
+
+    Raises:
+        ConfigError: a wrapper that we do not know.
+    """
+    kind = type(wrapper).__name__
+    layout = LAYOUTS.get(kind)
+    if layout is None:
+        raise ConfigError(f"zero_optimization: BasisRotation does not know DeepSpeed's {kind}; use ZeRO 0 to 3 without other options")
+    read, attributes = layout
+    private_names.check(wrapper, attributes, kind)
+    optimizer.bind(list(read(wrapper, names)))
+
+
+def _stages_1_and_2(wrapper: Any, names: Mapping[Tensor, str]) -> Iterator[Flat]:
+    for index, buffer in enumerate(wrapper.single_partition_of_fp32_groups):
+        placed = zip(wrapper.round_robin_bit16_groups[index], wrapper.round_robin_bit16_offsets[index])
+        yield _partitions(buffer, wrapper.real_dp_process_group[index], placed, names)
+
+
+def _bf16(wrapper: Any, names: Mapping[Tensor, str]) -> Iterator[Flat]:
+    for index, buffer in enumerate(wrapper.fp32_groups_flat_partition):
+        placed, offset = [], 0
+        for p in wrapper.bf16_groups[index]:
+            placed.append((p, offset))
+            offset += p.numel()
+        yield _partitions(buffer, wrapper.real_dp_process_group[index], placed, names)
+
+
+def _partitions(buffer: Tensor, group: Any, placed: Any, names: Mapping[Tensor, str]) -> Flat:
+    """Parameters one after the other, cut into as many equal parts as there are ranks."""
+    size, parameters = buffer.numel(), []
+    for p, first in placed:
+        pieces = []
+        for rank in range(dist.get_world_size(group)):
+            begin, end = max(first, rank * size), min(first + p.numel(), (rank + 1) * size)
+            if begin < end:
+                pieces.append(Piece(rank, begin - rank * size, begin - first, end - begin))
+        parameters.append((names[p], tuple(pieces)))
+    return Flat(buffer, group, tuple(parameters))
+
+
+def _stage_3(wrapper: Any, names: Mapping[Tensor, str]) -> Iterator[Flat]:
+    for index, buffer in enumerate(wrapper.fp32_partitioned_groups_flat):
+        group, parameters, start = wrapper._get_sub_group_process_group(index), [], 0
+        for p in wrapper.fp16_groups[index]:
+            size = p.partition_numel()
+            pieces = []
+            for rank in range(dist.get_world_size(group)):
+                begin, end = rank * size, min(p.ds_numel, (rank + 1) * size)
+                if begin < end:
+                    pieces.append(Piece(rank, start, begin, end - begin))
+            parameters.append((names[p], tuple(pieces)))
+            start += size
+        yield Flat(buffer, group, tuple(parameters))
+
+
+# Wrapper -> how to read it, and its private names for that.
+LAYOUTS = {
+    "DeepSpeedZeroOptimizer": (
+        _stages_1_and_2,
+        ("single_partition_of_fp32_groups", "round_robin_bit16_groups", "round_robin_bit16_offsets", "real_dp_process_group"),
+    ),
+    "BF16_Optimizer": (_bf16, ("fp32_groups_flat_partition", "bf16_groups", "real_dp_process_group")),
+    "DeepSpeedZeroOptimizer_Stage3": (_stage_3, ("fp32_partitioned_groups_flat", "fp16_groups", "_get_sub_group_process_group")),
+}
