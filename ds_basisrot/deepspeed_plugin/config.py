@@ -159,9 +159,7 @@ def check_client_optimizer(config: Mapping[str, Any]) -> None:
     """
     stage, precision = _zero_stage(config), _precision(config)
     if stage > 0:
-        raise ConfigError(
-            f"zero_optimization.stage: {stage} needs BasisRotation chosen by optimizer.type in the JSON, not by the script"
-        )
+        raise ConfigError(f"zero_optimization.stage: {stage} needs BasisRotation chosen by optimizer.type in the JSON, not by the script")
     if precision != "fp32":
         raise ConfigError(f"{precision}.enabled: needs BasisRotation chosen by optimizer.type in the JSON, not by the script")
 

@@ -68,6 +68,16 @@ def patch_engine(module: ModuleType) -> None:
                 bind(optimizer, wrapper, engine.param_names)
             return wrapper
 
+    for name, ours in (("save_checkpoint", "save"), ("load_checkpoint", "load")):
+
+        @_wraps(cls, name)
+        def _checkpoint(original, engine, *args, ours=ours, **kwargs):
+            if type(getattr(engine, "basic_optimizer", None)).__name__ != SHARDED_OPTIMIZER:
+                return original(engine, *args, **kwargs)
+            from . import zero_checkpoint
+
+            return getattr(zero_checkpoint, ours)(engine, original, *args, **kwargs)
+
 
 def patch_pipeline_engine(module: ModuleType) -> None:
     """Give `deepspeed.runtime.pipe.engine.PipelineEngine` the asynchronous schedule where its JSON selects it."""

@@ -2,16 +2,15 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .loading import is_adams, loaded_state
 from .options import check_group_keys, check_options, check_patterns
 from .roles import Stages, assign_roles, describe_sides
 from .routing import check_patterns_match, named_rotation
-from .state import check_layout_of_state, check_state, complete_state, new_state
 from .updates import MatrixUpdates
 
 logger = logging.getLogger("ds_basisrot")
@@ -202,6 +201,8 @@ class BasisRotation(MatrixUpdates, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; the options of this run win, but for RESTORED_OPTIONS. Parameters' dtypes do not matter.
 
+        What Adam trained before keeps its momentum, in a first basis from the next gradient.
+
         Raises:
             ValueError: the state of a parameter is that of another routing, layout, geometry, source or shape; nothing is loaded then.
         """
@@ -211,18 +212,14 @@ class BasisRotation(MatrixUpdates, torch.optim.Optimizer):
         self._plan = assign_roles(self.param_groups, self._stages)
         groups = {p: group for group in self.param_groups for p in group["params"]}
         layouts = [entry for group in state_dict["param_groups"] for entry in group.get("rotate") or [None] * len(group["params"])]
-        exact = {}
+        exact, adams = {}, 0
         for p, saved_id, layout in zip(current, saved_ids, layouts):
             saved = state_dict["state"].get(saved_id)
             if saved:
-                check_layout_of_state(p, layout, self._plan[p].stacks, self._plan[p].name)
-                expected = new_state(p, self._plan[p].stacks, groups[p], 1.0, meta=True)
-                saved = complete_state(saved, expected)
-                check_state(saved, expected, self._plan[p].name)
-                exact[p] = {
-                    key: value.detach().to(p.device, expected[key].dtype, copy=True) if torch.is_tensor(value) else copy(value)
-                    for key, value in saved.items()
-                }
+                exact[p] = loaded_state(p, self._plan[p], groups[p], saved, layout)
+                adams += bool(self._plan[p].stacks) and is_adams(saved)
+        if adams:
+            logger.warning("%d rotated parameters had Adam's state: their momentum is kept, the next gradients give the first bases", adams)
         self._unread = None
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.state.update(exact)

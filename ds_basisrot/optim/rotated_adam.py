@@ -64,6 +64,13 @@ class StackUpdate:
         _check_finite(bases)
         for (_, key, _), basis in zip(self.stack.rotations(), bases):
             self._one(self.state[key], index).copy_(basis)
+        momentum = self._one(self.state[self.stack.key(ROTATED_MOMENTUM)], index)
+        second_moment = self._one(self.state[self.stack.key(ROTATED_SECOND_MOMENT)], index)
+        if second_moment.any():  # of Adam, that trained it before: its coordinates are taken to be uncorrelated
+            left, right = self._sides_of([self._one(self.state[key], index).float() for _, key, _ in self.stack.rotations()])
+            momentum.copy_(self._rotate(momentum.float(), left, right))
+            squared = [None if basis is None else basis.square() for basis in (left, right)]
+            second_moment.copy_(self._rotate(second_moment, *squared))
 
     def refresh(self, index: int) -> None:
         """A new basis for one matrix from its covariances or its momentum; the momentum is re-expressed, the second moment follows.

@@ -65,6 +65,10 @@ class MatrixStack:
         part = f", {self.part.name}" if self.part.name else ""
         return part + (f", matrix {index}" if self.part.shape[0] > 1 else "")
 
+    def bases(self, state: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+        """(U, V) in float32, None for a side that is not rotated."""
+        return tuple(state[self.key(name)].float() if on else None for name, on in zip((LEFT_BASIS, RIGHT_BASIS), self.sides))
+
     def rotations(self) -> list[tuple[int, str, str]]:
         """(length, key of the basis, key of the covariance) of each rotated side, the left one first."""
         named = ((self.part.shape[1], LEFT_BASIS, LEFT_COVARIANCE), (self.part.shape[2], RIGHT_BASIS, RIGHT_COVARIANCE))

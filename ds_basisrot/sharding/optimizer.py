@@ -2,37 +2,21 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..optim.basis_rotation import BasisRotation
-from ..optim.gradient_gate import Gate, largest_elements
+from ..optim.basis_rotation import RESTORED_OPTIONS, BasisRotation
+from ..optim.gradient_gate import Gate
 from ..optim.roles import Role, assign_roles
+from ..optim.state import STEP
 from ..optim.updates import MatrixUpdates, Work
-from .exchange import Exchange, messages
+from .buffers import Buffer, Flat, Member, Message
 from .ownership import Ownership, assign
-from .units import Piece, Unit, units_of
 
 logger = logging.getLogger("ds_basisrot")
-
-
-@dataclass(frozen=True)
-class Flat:
-    """A flat buffer of float32 master weights, which takes the place of parameters in the optimizer's groups.
-
-    Attributes:
-        buffer: this rank's `[k]`; the optimizer finds it in a group, with its gradient.
-        group: process group over which the parameters are sliced; None: the default one.
-        parameters: name and slices, on all ranks, of each parameter in it; the same on every rank of the group.
-    """
-
-    buffer: Tensor
-    group: Any
-    parameters: Sequence[tuple[str, Sequence[Piece]]]
 
 
 class ShardedBasisRotation(torch.optim.Optimizer):
@@ -47,10 +31,16 @@ class ShardedBasisRotation(torch.optim.Optimizer):
     Args:
         blueprint: the same optimizer over stand-ins on the meta device, in whole shapes, with names.
         parameters: for each of its groups, the parameters in its order.
+
+    Attributes:
+        buffers: what is bound.
+        own_states: states of what this rank owns or holds a slice of.
+        ownership: of each process group, by its ranks.
     """
 
     def __init__(self, blueprint: BasisRotation, parameters: Sequence[Sequence[Tensor]]):
-        self._blueprint, self._bound = blueprint, {}
+        self.blueprint, self._bound = blueprint, {}
+        self._whole = self._groups()
         self._updates = _OwnUpdates()
         self.ownership: dict[str, Ownership] = {}
         groups = [{**group, "params": list(own)} for group, own in zip(blueprint.param_groups, parameters)]
@@ -70,18 +60,48 @@ class ShardedBasisRotation(torch.optim.Optimizer):
     def gradient_dtype(self, dtype: torch.dtype | None) -> None:
         self._updates.gradient_dtype = dtype
 
+    @property
+    def buffers(self) -> list[Buffer]:
+        """What is bound, in its order."""
+        return list(self._bound.values())
+
+    @property
+    def own_states(self) -> dict[Tensor, Any]:
+        """States of what this rank owns, or holds a slice of, by what stands for it."""
+        return self._updates.state
+
+    def settle(self) -> None:
+        """Learn what became of the last update, where the host did not wait for it."""
+        self._updates._settle()
+
+    def options_of(self, name: str) -> dict[str, Any]:
+        """Options that a parameter was built with."""
+        return self._whole[name][0]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take in what a wrapper has loaded; `states.restore` makes states of it. Options of this run win, but for RESTORED_OPTIONS."""
+        kept = [{k: v for k, v in group.items() if k != "params" and k not in RESTORED_OPTIONS} for group in self.param_groups]
+        steps = [group.get("step") for group in state_dict["param_groups"] for _ in group["params"]]  # where some Adams keep it
+        state = {
+            key: {STEP: steps[key], **own} if isinstance(key, int) and steps[key] is not None else own
+            for key, own in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": state})
+        for group, options in zip(self.param_groups, kept):
+            group.update(options)
+
     def describe(self) -> str:
         """How many matrices are rotated on which sides, in words; of all ranks together."""
-        return self._blueprint.describe()
+        return self.blueprint.describe()
 
     def refresh_cost(self) -> int:
         """Multiply-adds of refreshing all matrices of all ranks once."""
-        return self._blueprint.refresh_cost()
+        return self.blueprint.refresh_cost()
 
     def share_refreshes(self, staleness: Sequence[float], costs: Sequence[float], stage: int) -> None:
         """As of BasisRotation."""
         self._updates._settle()
-        self._blueprint.share_refreshes(staleness, costs, stage)
+        self.blueprint.share_refreshes(staleness, costs, stage)
         roles = self._roles()
         for bound in self._bound.values():
             for unit, name, index in bound.units:
@@ -93,15 +113,15 @@ class ShardedBasisRotation(torch.optim.Optimizer):
         Raises:
             ValueError: a buffer that is not flat float32, or a parameter that is not in the blueprint.
         """
-        roles, groups = self._roles(), self._groups()
+        roles, groups = self._roles(), self._whole
         self._bound = {}
         ranks_before: dict[int, tuple[int, int]] = {}
-        of_group: dict[int, list[_Bound]] = {}
+        of_group: dict[int, list[Buffer]] = {}
         for flat in flats:
             if flat.buffer.dtype != torch.float32 or flat.buffer.ndim != 1:
                 what = f"{flat.buffer.dtype} with shape {list(flat.buffer.shape)}"
                 raise ValueError(f"BasisRotation keeps master weights in flat float32 buffers, got {what}")
-            bound = _Bound(flat, *_rank_and_size(flat.group))
+            bound = Buffer(flat, *_rank_and_size(flat.group))
             for name, pieces in flat.parameters:
                 if name not in roles:
                     raise ValueError(f"{name} is in a flat buffer, but not among the parameters that BasisRotation was built for")
@@ -113,7 +133,7 @@ class ShardedBasisRotation(torch.optim.Optimizer):
             self._assign(members, groups, ranks_before)
         self._updates._plan = {member.p: member.role for bound in self._bound.values() for member in bound.members}
 
-    def _assign(self, bounds: "list[_Bound]", groups: Mapping[str, tuple], before: dict[int, tuple[int, int]]) -> None:
+    def _assign(self, bounds: "list[Buffer]", groups: Mapping[str, tuple], before: dict[int, tuple[int, int]]) -> None:
         """Owners of the matrices in the buffers of one process group."""
         units = [(bound, unit, name) for bound in bounds for unit, name, _ in bound.units]
         loads = [unit.load(groups[name][0]["state_dtype"]) for _, unit, name in units]
@@ -128,11 +148,11 @@ class ShardedBasisRotation(torch.optim.Optimizer):
 
     def _roles(self) -> dict[str, Role]:
         """The role of each parameter, by name."""
-        roles = assign_roles(self._blueprint.param_groups, self._blueprint._stages)
+        roles = assign_roles(self.blueprint.param_groups, self.blueprint._stages)
         return {name: roles[p] for name, (_, p) in self._named().items()}
 
     def _named(self) -> dict[str, tuple[dict, Tensor]]:
-        return {name: (group, p) for group in self._blueprint.param_groups for name, p in zip(group["param_names"], group["params"])}
+        return {name: (group, p) for group in self.blueprint.param_groups for name, p in zip(group["param_names"], group["params"])}
 
     def _groups(self) -> dict[str, tuple[dict, tuple[int, ...]]]:
         """Options and whole shape of each parameter, by name."""
@@ -147,7 +167,7 @@ class ShardedBasisRotation(torch.optim.Optimizer):
                 loss = closure()
         self._updates._settle()
         work = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None and p.numel() > 0]
-        batches: dict[int, list[tuple[dict, _Bound]]] = {}
+        batches: dict[int, list[tuple[dict, Buffer]]] = {}
         for group, p in work:
             if p in self._bound:
                 batches.setdefault(id(self._bound[p].flat.group), []).append((group, self._bound[p]))
@@ -160,7 +180,7 @@ class ShardedBasisRotation(torch.optim.Optimizer):
                 self._step(batch)
         return loss
 
-    def _step(self, batch: "list[tuple[dict, _Bound]]") -> None:
+    def _step(self, batch: "list[tuple[dict, Buffer]]") -> None:
         """One update of the buffers of one process group."""
         group, updates = batch[0][1].flat.group, self._updates
         sizes = torch.cat([bound.own_sizes() for _, bound in batch])
@@ -182,7 +202,7 @@ class ShardedBasisRotation(torch.optim.Optimizer):
         for its, (_, bound) in zip(sizes_of, batch):
             bound.note_started(its)
 
-        def update(chosen: "list[_Member]", options: dict) -> None:
+        def update(chosen: "list[Member]", options: dict) -> None:
             updates._update([(options, member.p) for member in chosen if id(member.p) in admitted], gate)
 
         transfers = [(options, bound, message) for options, bound in batch for message in bound.messages]
@@ -208,7 +228,7 @@ class ShardedBasisRotation(torch.optim.Optimizer):
         return message.exchange.gather({unit.name: bound.gradient(piece) for unit, _, piece in message.held})
 
     @staticmethod
-    def _apply(options: dict, bound: "_Bound", message: "_Message", scattering: Any, gate: Gate) -> None:
+    def _apply(options: dict, bound: "Buffer", message: "Message", scattering: Any, gate: Gate) -> None:
         slices = scattering.wait()
         decay = gate.decay(1 - float(options["lr"]) * options["weight_decay"])
         for unit, index, piece in message.held:
@@ -224,139 +244,6 @@ class _OwnUpdates(MatrixUpdates):
         self._begin()
         self._plan = {}
         self.layout_independent = True
-
-
-@dataclass
-class _Member:
-    """A parameter of this rank's own updates: a slice that it holds, a matrix that it holds and owns, or one that is brought to it.
-
-    Attributes:
-        p: stands for it; its state's key. What moves has elements during an update only.
-        index: among everything in the buffer.
-        piece: where it lies in the buffer; None: it moves.
-    """
-
-    p: Tensor
-    name: str
-    shape: tuple[int, ...]
-    role: Role
-    index: int
-    piece: Piece | None
-
-    @property
-    def moves(self) -> bool:
-        return self.piece is None
-
-
-@dataclass
-class _Message:
-    """What moves at one time.
-
-    Attributes:
-        owned: by this rank.
-        held: unit, its index in the buffer, and the slice of it on this rank.
-    """
-
-    exchange: Exchange
-    owned: list[_Member]
-    held: list[tuple[Unit, int, Piece]]
-
-    def receive(self, wholes: Mapping[str, Tensor]) -> None:
-        """Take in the gradients. The weight that is updated is zero, so that the update is left in it."""
-        for member in self.owned:
-            member.p.data = torch.zeros(member.shape, device=wholes[member.name].device)
-            member.p.grad = wholes[member.name].view(member.shape)
-
-    def results(self) -> dict[str, Tensor]:
-        """The updates, flat."""
-        return {member.name: member.p.data.flatten() for member in self.owned}
-
-
-@dataclass
-class _Bound:
-    """A flat buffer and what it holds."""
-
-    flat: Flat
-    rank: int
-    ranks: int
-    units: list[tuple[Unit, str, int]] = field(default_factory=list)  # unit, parameter, index in its stack
-    members: list[_Member] = field(default_factory=list)
-    messages: list[_Message] = field(default_factory=list)
-    started: list[bool] = field(default_factory=list)  # of everything in it: whether there ever was a gradient
-    _pieces: list[tuple[int, Piece]] = field(default_factory=list)  # on this rank, with the index of what they are of
-    _unit_indices: list[int] = field(default_factory=list)
-
-    @property
-    def count(self) -> int:
-        """Of everything in it."""
-        return len(self.started)
-
-    def add(self, name: str, shape: tuple[int, ...], role: Role, pieces: tuple[Piece, ...]) -> None:
-        """Append a parameter."""
-        if not role.stacks:
-            self._add_pieces(pieces)
-            own = next((piece for piece in pieces if piece.rank == self.rank), None)
-            if own is not None:
-                self.members.append(_Member(torch.empty(0), name, (own.numel,), role, self.count - 1, own))
-            return
-        for index, unit in enumerate(units_of(name, shape, role, pieces)):
-            self._add_pieces(unit.pieces)
-            self._unit_indices.append(self.count - 1)
-            self.units.append((unit, name, index))
-
-    def _add_pieces(self, pieces: Sequence[Piece]) -> None:
-        self._pieces += [(self.count, piece) for piece in pieces if piece.rank == self.rank]
-        self.started.append(False)
-
-    def settle(self) -> None:
-        """Owners are known: the matrices of this rank, and what moves when."""
-        device, owned = self.flat.buffer.device, {}
-        for (unit, _, _), index in zip(self.units, self._unit_indices):
-            if unit.owner == self.rank:
-                piece = unit.pieces[0] if unit.stays else None
-                owned[unit.name] = _Member(torch.empty(0, device=device), unit.name, unit.shape, unit.role, index, piece)
-        self.members += owned.values()
-        indices = {unit.name: index for (unit, _, _), index in zip(self.units, self._unit_indices)}
-        moving = [unit for unit, _, _ in self.units if not unit.stays]
-        for batch in messages(moving):
-            held = [(unit, indices[unit.name], piece) for unit in batch for piece in unit.pieces if piece.rank == self.rank]
-            mine = [owned[unit.name] for unit in batch if unit.owner == self.rank]
-            self.messages.append(_Message(Exchange(batch, self.flat.group, device), mine, held))
-
-    def own_sizes(self) -> Tensor:
-        """Largest elements in this rank's slices of the gradients of everything, zero for what it has no slice of: float64 `[count]`."""
-        sizes = torch.zeros(self.count, dtype=torch.float64, device=self.flat.buffer.device)
-        if self._pieces:
-            largest = largest_elements([self.gradient(piece) for _, piece in self._pieces])
-            sizes[[index for index, _ in self._pieces]] = largest.to(sizes.device)
-        return sizes
-
-    def note_started(self, sizes: Tensor) -> None:
-        """Remember what has had a gradient; from then on it decays."""
-        if not all(self.started):
-            self.started = [was or size > 0.0 for was, size in zip(self.started, sizes.tolist())]
-
-    def place_members(self) -> None:
-        """Members that lie in the buffer take their place in it."""
-        for member in self.members:
-            if member.piece is not None:
-                member.p.data = self.weight(member.piece).view(member.shape)
-                gradient = self.gradient(member.piece)
-                member.p.grad = (gradient.clone() if member.role.stacks else gradient).view(member.shape)  # products like aligned memory
-
-    def release_members(self) -> None:
-        """Forget gradients and what moved."""
-        for member in self.members:
-            member.p.grad = None
-            member.p.data = member.p.data.new_empty(0)
-
-    def weight(self, piece: Piece) -> Tensor:
-        """A slice of the weights."""
-        return self.flat.buffer.data[piece.start : piece.start + piece.numel]
-
-    def gradient(self, piece: Piece) -> Tensor:
-        """A slice of the gradient."""
-        return self.flat.buffer.grad[piece.start : piece.start + piece.numel]
 
 
 def _rank_and_size(group: Any) -> tuple[int, int]:

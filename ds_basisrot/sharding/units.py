@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ..optim.costs import state_bytes
 from ..optim.roles import Role
 from .ownership import Load
@@ -24,6 +26,10 @@ class Piece:
     start: int
     offset: int
     numel: int
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """The slice, as a view of the buffer of its rank."""
+        return buffer[self.start : self.start + self.numel]
 
     def within(self, first: int, numel: int) -> "Piece | None":
         """The part of it that lies in the elements `first` ... `first` + `numel` - 1 of the parameter, with offsets from `first`."""

@@ -1,0 +1,71 @@
+"""What a sharded BasisRotation adds to DeepSpeed's checkpoints, and takes from them."""
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ..optim.basis_rotation import RESTORED_OPTIONS
+from ..sharding import states
+from . import rotation_files
+from .config import ConfigError
+from .log import log
+
+# In the client state of a checkpoint: the folder that our files were written into, which DeepSpeed's tools leave where it is.
+CLIENT_KEY = "ds_basisrot_folder"
+
+
+def save(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`save_checkpoint` with our files in the folder of the tag, and with Adam's flat states in DeepSpeed's own files."""
+    bound = inspect.signature(original).bind(engine, *args, **kwargs)
+    bound.apply_defaults()
+    arguments, optimizer = bound.arguments, engine.basic_optimizer
+    if not arguments["save_dir"]:
+        return original(*bound.args, **bound.kwargs)
+    arguments["tag"] = f"global_step{engine.global_steps}" if arguments["tag"] is None else str(arguments["tag"])
+    arguments["client_state"] = {**arguments["client_state"], CLIENT_KEY: arguments["tag"]}
+    optimizer.settle()
+    rotation_files.write(optimizer, os.path.join(arguments["save_dir"], arguments["tag"]), engine.global_steps)
+    states.add_flat_states(optimizer)
+    try:
+        return original(*bound.args, **bound.kwargs)
+    finally:
+        states.drop_flat_states(optimizer)
+
+
+def load(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`load_checkpoint`, then our files; without them bases start anew."""
+    bound = inspect.signature(original).bind(engine, *args, **kwargs)
+    bound.apply_defaults()
+    arguments, optimizer = bound.arguments, engine.basic_optimizer
+    kept = [{k: v for k, v in group.items() if k != "params" and k not in RESTORED_OPTIONS} for group in optimizer.param_groups]
+    path, client_state = original(*bound.args, **bound.kwargs)
+    for group, options in zip(optimizer.param_groups, kept):
+        group.update(options)
+    saved_as = client_state.pop(CLIENT_KEY, None) if client_state else None
+    if path is None or arguments["load_module_only"] or not arguments["load_optimizer_states"]:
+        states.drop_flat_states(optimizer)
+        return path, client_state
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    folders = [folder] + ([os.path.join(os.path.dirname(folder), saved_as)] if saved_as else [])
+    found = rotation_files.find(folders)
+    if found is not None:
+        where, index = found
+        if index["global_steps"] != engine.global_steps:
+            raise ConfigError(
+                f"{os.path.join(where, rotation_files.FOLDER)} is of update {index['global_steps']}, the checkpoint {folder} of "
+                f"{engine.global_steps}: put the files of that one there, or remove the folder to start with fresh bases"
+            )
+        rotation_files.read(optimizer, where, index)
+    elif states.restore_from_adam(optimizer):
+        log(f"{folder} has no rotation states: bases start anew, Adam's momentum is kept")
+    _unlink(engine)
+    return path, client_state
+
+
+def _unlink(engine: Any) -> None:
+    """Let go of the flat states that DeepSpeed has linked to parameters."""
+    for p in engine.module.parameters():
+        mapping = getattr(p, "_hp_mapping", None)
+        if mapping is not None:
+            mapping.optim_fragment = {}
