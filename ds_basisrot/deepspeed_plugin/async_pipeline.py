@@ -15,7 +15,7 @@ from ..pipeline.weight_versions import WeightVersions
 from . import agreement, checkpoint, private_names, shared_refreshes
 from .config import ConfigError, PipelineOptions, describe_async
 from .log import log
-from .norms import clip_by_stage
+from .norms import clip_by_stage, keep_norms_within_stage
 from .transport import PairGroups, Payload, Transport, as_tuple
 
 # Fields that travel back with every gradient message.
@@ -84,6 +84,7 @@ class AsyncPipeline:
         engine._exec_schedule = self._execute
         engine._aggregate_total_loss = self._mean_loss
         engine.clip_fp32_gradients = lambda: clip_by_stage(engine)
+        keep_norms_within_stage(engine)
         engine.eval_batch = self._eval_batch
         engine.save_checkpoint = self._save_checkpoint
         engine.load_checkpoint = self._load_checkpoint

@@ -166,11 +166,10 @@ def check_client_optimizer(config: Mapping[str, Any]) -> None:
 
 def _check_async_setting(config: Mapping[str, Any]) -> None:
     stage, precision, autocast = _zero_stage(config), _precision(config), _block(config, "torch_autocast")
-    if stage > 0:
-        raise ConfigError(f"zero_optimization.stage: async_1f1b runs with stage 0 for now, got {stage}; set it to 0")
-    if precision != "fp32":
-        # fp16: stages cannot share a loss scale; bf16: DeepSpeed 0.19 cannot resume its bf16 optimizer at ZeRO 0
-        raise ConfigError(f"{precision}.enabled: async_1f1b runs with fp32 weights for now; set it to false, or use torch_autocast")
+    if stage > 1:
+        raise ConfigError(f"zero_optimization.stage: DeepSpeed's pipelines run with stages 0 and 1, got {stage}; set it to 1")
+    if precision == "fp16":
+        raise ConfigError("fp16.enabled: async_1f1b cannot share a loss scale between stages; use bf16")
     if autocast.get("enabled") and "float16" == str(autocast.get("dtype")).removeprefix("torch."):
         raise ConfigError("torch_autocast.dtype: async_1f1b cannot share a loss scale between stages; use bfloat16")
     if autocast.get("enabled") and not pipeline_options(_block(config, "pipeline")).weight_stashing:

@@ -86,7 +86,8 @@ def initialize(case):
 
 def train_pipeline(engine, case, folder):
     replica, start = engine.grid.get_data_parallel_id(), engine.global_steps
-    data = stream(replica, start * case["gas"])
+    dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
+    data = stream(replica, start * case["gas"], dtype)
     losses, lrs, evals = [], [], []
     for update in range(start + 1, case["updates"] + 1):
         with torch.autocast("cpu", torch.bfloat16, enabled=case["outer_autocast"]):
@@ -94,7 +95,7 @@ def train_pipeline(engine, case, folder):
         lrs.append(engine.get_lr()[0])
         dist.barrier()  # as a user's own collective between calls: it must not wait for a later call
         if update in case["eval_after"]:
-            evals.append(float(engine.eval_batch(stream(replica, 10**6))))
+            evals.append(float(engine.eval_batch(stream(replica, 10**6, dtype))))
         if case["user_changes"]:  # as when averaged weights are swapped in for an evaluation and out again
             with torch.no_grad():
                 for p in engine.module.parameters():

@@ -45,18 +45,18 @@ def blocks(stages, dropout=0.0):
     return [Block(index, dropout) for index in range(2 * stages)]
 
 
-def microbatch(index, replica=0):
+def microbatch(index, replica=0, dtype=torch.float32):
     """Microbatch `index` of a replica: a pure function of both."""
     generator = torch.Generator().manual_seed(1000 * index + replica)
     x = torch.randn(BATCH, WIDTH, generator=generator)
-    return x, x.sin() * 0.5
+    return x.to(dtype), (x.sin() * 0.5).to(dtype)
 
 
-def stream(replica=0, start=0):
+def stream(replica=0, start=0, dtype=torch.float32):
     """Endless microbatches from `start` on."""
     index = start
     while True:
-        yield microbatch(index, replica)
+        yield microbatch(index, replica, dtype)
         index += 1
 
 

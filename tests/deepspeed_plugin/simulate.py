@@ -1,5 +1,7 @@
 """The one-process simulation of an engine case, and the results that the real processes left."""
 
+import copy
+
 import torch
 from models import OPTIMIZERS, blocks, microbatch
 
@@ -12,10 +14,13 @@ PARAMS = "optimizer.params."
 def simulate(case):
     """(weights by name for each stage, losses) of a case as the simulator trains it."""
     stages, gas = case["stages"], case.get("gas", 1)
-    layers = blocks(stages)
+    bf16 = case.get("config", {}).get("bf16.enabled", False)
+    layers = [layer.to(torch.bfloat16 if bf16 else torch.float32) for layer in blocks(stages)]
     parts = [torch.nn.ModuleDict({str(i): layers[i] for i in (2 * k, 2 * k + 1)}) for k in range(stages)]
     changes = {key.removeprefix(PARAMS): value for key, value in case.get("config", {}).items() if key.startswith(PARAMS)}
-    optimizers = [make_optimizer(case.get("optimizer", "AdamW"), part, changes) for part in parts]
+    accumulated = getattr(torch, {"fp32": "float32"}.get(case.get("config", {}).get("data_types.grad_accum_dtype"), "bfloat16"))
+    kind = case.get("optimizer", "AdamW")
+    optimizers = [MasterWeights(kind, p, changes, accumulated) if bf16 else make_optimizer(kind, p, changes) for p in parts]
     schedulers = [torch.optim.lr_scheduler.LambdaLR(o, warmup) for o in optimizers] if case.get("scheduler") else []
     simulator = PipelineSimulator(
         [Stage(part) for part in parts],
@@ -29,7 +34,11 @@ def simulate(case):
     losses = []
     for update in range(case.get("updates", 12)):
         indices = range(update * gas, (update + 1) * gas)
-        losses.append(simulator.train_batch([[microbatch(i, r) for i in indices] for r in range(case.get("replicas", 1))]))
+        losses.append(
+            simulator.train_batch(
+                [[microbatch(i, r, torch.bfloat16 if bf16 else torch.float32) for i in indices] for r in range(case.get("replicas", 1))]
+            )
+        )
         if update + 1 == case.get("save_after"):
             simulator.cut()
     return [{name: p.detach().clone() for name, p in part.named_parameters()} for part in parts], losses
@@ -43,8 +52,28 @@ def warmup(updates):
 def make_optimizer(kind, part, changes):
     params = {k: v for k, v in {**OPTIMIZERS[kind]["params"], **changes}.items() if k != "torch_adam"}
     if kind == "BasisRotation":
-        return BasisRotation(param_groups(part, holds_output=False), **params)
+        optimizer = BasisRotation(param_groups(part, holds_output=False), **params)
+        optimizer.layout_independent = True
+        return optimizer
     return getattr(torch.optim, kind)(part.parameters(), **params)
+
+
+class MasterWeights:
+    """An optimizer of float32 copies of a part's bfloat16 parameters, whose gradients add up in some precision over microbatches."""
+
+    def __init__(self, kind, part, changes, accumulated):
+        self.part, self.masters, self.accumulated = part, copy.deepcopy(part).float(), accumulated
+        self.optimizer = make_optimizer(kind, self.masters, changes)
+        if kind == "BasisRotation":
+            self.optimizer.gradient_dtype = torch.bfloat16
+            self.share_refreshes, self.refresh_cost = self.optimizer.share_refreshes, self.optimizer.refresh_cost
+
+    def step(self):
+        for p, master in zip(self.part.parameters(), self.masters.parameters()):
+            master.grad = p.grad.to(self.accumulated).float()
+        self.optimizer.step()
+        for p, master in zip(self.part.parameters(), self.masters.parameters()):
+            p.data.copy_(master.data)
 
 
 class Stage(torch.nn.Module):
