@@ -68,15 +68,25 @@ def patch_engine(module: ModuleType) -> None:
                 bind(optimizer, wrapper, engine.param_names)
             return wrapper
 
-    for name, ours in (("save_checkpoint", "save"), ("load_checkpoint", "load")):
+    @_wraps(cls, "save_checkpoint")
+    def save_checkpoint(original, engine, *args, **kwargs):
+        if not _is_sharded(engine):
+            return original(engine, *args, **kwargs)
+        from .zero_checkpoint import save
 
-        @_wraps(cls, name)
-        def _checkpoint(original, engine, *args, ours=ours, **kwargs):
-            if type(getattr(engine, "basic_optimizer", None)).__name__ != SHARDED_OPTIMIZER:
-                return original(engine, *args, **kwargs)
-            from . import zero_checkpoint
+        return save(engine, original, *args, **kwargs)
 
-            return getattr(zero_checkpoint, ours)(engine, original, *args, **kwargs)
+    @_wraps(cls, "load_checkpoint")
+    def load_checkpoint(original, engine, *args, **kwargs):
+        if not (_is_sharded(engine) or hasattr(engine, "async_pipeline")):
+            return original(engine, *args, **kwargs)
+        from .zero_checkpoint import load, load_with_bf16_states
+
+        return (load if _is_sharded(engine) else load_with_bf16_states)(engine, original, *args, **kwargs)
+
+
+def _is_sharded(engine: Any) -> bool:
+    return type(getattr(engine, "basic_optimizer", None)).__name__ == SHARDED_OPTIMIZER
 
 
 def patch_pipeline_engine(module: ModuleType) -> None:

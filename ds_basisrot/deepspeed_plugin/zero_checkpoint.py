@@ -39,7 +39,7 @@ def load(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
     bound.apply_defaults()
     arguments, optimizer = bound.arguments, engine.basic_optimizer
     kept = [{k: v for k, v in group.items() if k != "params" and k not in RESTORED_OPTIONS} for group in optimizer.param_groups]
-    path, client_state = original(*bound.args, **bound.kwargs)
+    path, client_state = load_with_bf16_states(engine, original, *args, **kwargs)
     for group, options in zip(optimizer.param_groups, kept):
         group.update(options)
     saved_as = client_state.pop(CLIENT_KEY, None) if client_state else None
@@ -60,6 +60,29 @@ def load(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
     elif states.restore_from_adam(optimizer):
         log(f"{folder} has no rotation states: bases start anew, Adam's momentum is kept")
     _unlink(engine)
+    return path, client_state
+
+
+def load_with_bf16_states(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`load_checkpoint` also for the bf16 optimizer of a pipeline without ZeRO, whose files DeepSpeed 0.19 writes but does not read.
+
+    It hands that optimizer the states of rank 0 instead, in a form that it does not know, and leaves its float32 weights as they were.
+    """
+    wrapper = engine.optimizer
+    if type(wrapper).__name__ != "BF16_Optimizer" or engine.zero_optimization():
+        return original(engine, *args, **kwargs)
+    arguments = inspect.signature(original).bind(engine, *args, **kwargs)
+    arguments.apply_defaults()
+    wanted = arguments.arguments["load_optimizer_states"] and not arguments.arguments["load_module_only"]
+    wrapper.load_state_dict = lambda *_, **__: None
+    try:
+        path, client_state = original(*arguments.args, **arguments.kwargs)
+    finally:
+        del wrapper.load_state_dict
+    if path is not None:
+        folder = os.path.dirname(path) if os.path.isfile(path) else path
+        if not (wanted and engine._load_zero_checkpoint(os.path.dirname(folder), os.path.basename(folder))):
+            wrapper._restore_from_bit16_weights()
     return path, client_state
 
 
