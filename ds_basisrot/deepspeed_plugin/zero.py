@@ -1,10 +1,12 @@
 """What DeepSpeed's wrappers put into their flat buffers, for a sharded BasisRotation inside them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.zero import utils
+from deepspeed.utils import groups
 from torch import Tensor
 
 from ..sharding.optimizer import Flat, ShardedBasisRotation
@@ -40,7 +42,7 @@ def bind(optimizer: ShardedBasisRotation, wrapper: Any, names: Mapping[Tensor, s
 
 def _stages_1_and_2(wrapper: Any, names: Mapping[Tensor, str]) -> Iterator[Flat]:
     for index, buffer in enumerate(wrapper.single_partition_of_fp32_groups):
-        placed = zip(wrapper.round_robin_bit16_groups[index], wrapper.round_robin_bit16_offsets[index])
+        placed = list(zip(wrapper.round_robin_bit16_groups[index], wrapper.round_robin_bit16_offsets[index]))
         yield _partitions(buffer, wrapper.real_dp_process_group[index], placed, names)
 
 
@@ -53,7 +55,7 @@ def _bf16(wrapper: Any, names: Mapping[Tensor, str]) -> Iterator[Flat]:
         yield _partitions(buffer, wrapper.real_dp_process_group[index], placed, names)
 
 
-def _partitions(buffer: Tensor, group: Any, placed: Any, names: Mapping[Tensor, str]) -> Flat:
+def _partitions(buffer: Tensor, group: Any, placed: Sequence[tuple[Tensor, int]], names: Mapping[Tensor, str]) -> Flat:
     """Parameters one after the other, cut into as many equal parts as there are ranks."""
     size, parameters = buffer.numel(), []
     for p, first in placed:
@@ -63,7 +65,15 @@ def _partitions(buffer: Tensor, group: Any, placed: Any, names: Mapping[Tensor, 
             if begin < end:
                 pieces.append(Piece(rank, begin - rank * size, begin - first, end - begin))
         parameters.append((names[p], tuple(pieces)))
-    return Flat(buffer, group, tuple(parameters))
+    return Flat(buffer, group, tuple(parameters), _label([p for p, _ in placed]))
+
+
+def _label(parameters: Sequence[Tensor]) -> str:
+    """What sets experts apart that bear one name on the ranks of an expert-parallel group."""
+    experts = next((p for p in parameters if is_moe_param(p)), None)
+    if experts is None or groups._get_expert_parallel_world_size(experts.group_name) == 1:
+        return ""
+    return f"expert rank {groups._get_expert_parallel_rank(experts.group_name)}: "
 
 
 def _stage_3(wrapper: Any, names: Mapping[Tensor, str]) -> Iterator[Flat]:

@@ -70,6 +70,11 @@ class ShardedBasisRotation(torch.optim.Optimizer):
         """States of what this rank owns, or holds a slice of, by what stands for it."""
         return self._updates.state
 
+    def state_bytes(self) -> int:
+        """Bytes of the states of rotated matrices on this rank."""
+        rotated = [member.p for buffer in self.buffers for member in buffer.members if member.role.stacks]
+        return sum(t.nbytes for p in rotated for t in self.own_states.get(p, {}).values() if torch.is_tensor(t))
+
     def settle(self) -> None:
         """Learn what became of the last update, where the host did not wait for it."""
         self._updates._settle()

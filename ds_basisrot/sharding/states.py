@@ -143,11 +143,6 @@ def restore_from_adam(optimizer: ShardedBasisRotation) -> bool:
     return found
 
 
-def state_bytes(optimizer: ShardedBasisRotation) -> int:
-    """Bytes of this rank's states."""
-    return sum(t.nbytes for state in optimizer.own_states.values() for t in state.values() if torch.is_tensor(t))
-
-
 def _replace(optimizer: ShardedBasisRotation, states: dict[Tensor, dict[str, Any]]) -> None:
     optimizer.settle()
     optimizer.own_states.clear()

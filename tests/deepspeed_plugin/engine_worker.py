@@ -140,6 +140,7 @@ def run(case, out):
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
         "optimizer": type(engine.basic_optimizer).__name__,
+        "wrapper": type(engine.optimizer).__name__,
         "rotated": [
             name for g in engine.optimizer.param_groups for name, flag in zip(g.get("param_names", ()), g.get("rotate", ())) if flag
         ],

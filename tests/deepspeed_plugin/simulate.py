@@ -19,8 +19,8 @@ def simulate(case):
     parts = [torch.nn.ModuleDict({str(i): layers[i] for i in (2 * k, 2 * k + 1)}) for k in range(stages)]
     changes = {key.removeprefix(PARAMS): value for key, value in case.get("config", {}).items() if key.startswith(PARAMS)}
     accumulated = getattr(torch, {"fp32": "float32"}.get(case.get("config", {}).get("data_types.grad_accum_dtype"), "bfloat16"))
-    kind = case.get("optimizer", "AdamW")
-    optimizers = [MasterWeights(kind, p, changes, accumulated) if bf16 else make_optimizer(kind, p, changes) for p in parts]
+    kind, clip = case.get("optimizer", "AdamW"), case.get("clip", 0.0)
+    optimizers = [MasterWeights(kind, p, changes, accumulated, clip) if bf16 else make_optimizer(kind, p, changes) for p in parts]
     schedulers = [torch.optim.lr_scheduler.LambdaLR(o, warmup) for o in optimizers] if case.get("scheduler") else []
     simulator = PipelineSimulator(
         [Stage(part) for part in parts],
@@ -28,7 +28,7 @@ def simulate(case):
         optimizers,
         accumulation=gas,
         weight_stashing=case.get("stashing", True),
-        max_grad_norm=case.get("clip", 0.0),
+        max_grad_norm=0.0 if bf16 else clip,
         lr_schedulers=schedulers,
     )
     losses = []
@@ -61,8 +61,8 @@ def make_optimizer(kind, part, changes):
 class MasterWeights:
     """An optimizer of float32 copies of a part's bfloat16 parameters, whose gradients add up in some precision over microbatches."""
 
-    def __init__(self, kind, part, changes, accumulated):
-        self.part, self.masters, self.accumulated = part, copy.deepcopy(part).float(), accumulated
+    def __init__(self, kind, part, changes, accumulated, clip):
+        self.part, self.masters, self.accumulated, self.clip = part, copy.deepcopy(part).float(), accumulated, clip
         self.optimizer = make_optimizer(kind, self.masters, changes)
         if kind == "BasisRotation":
             self.optimizer.gradient_dtype = torch.bfloat16
@@ -71,6 +71,8 @@ class MasterWeights:
     def step(self):
         for p, master in zip(self.part.parameters(), self.masters.parameters()):
             master.grad = p.grad.to(self.accumulated).float()
+        if self.clip > 0:
+            torch.nn.utils.clip_grad_norm_(self.masters.parameters(), self.clip)
         self.optimizer.step()
         for p, master in zip(self.part.parameters(), self.masters.parameters()):
             p.data.copy_(master.data)
