@@ -65,7 +65,7 @@ def patch_engine(module: ModuleType) -> None:
             if type(optimizer).__name__ == SHARDED_OPTIMIZER:
                 from .zero import bind
 
-                bind(optimizer, wrapper, engine.param_names)
+                bind(optimizer, wrapper, engine)
             return wrapper
 
     @_wraps(cls, "save_checkpoint")

@@ -13,6 +13,7 @@ from ..sharding.optimizer import Flat, ShardedBasisRotation
 from ..sharding.units import Piece
 from . import private_names
 from .config import ConfigError
+from .log import log_stage
 
 
 def allow(optimizer_class: type) -> None:
@@ -22,11 +23,8 @@ def allow(optimizer_class: type) -> None:
         utils.ZERO_SUPPORTED_OPTIMIZERS.append(optimizer_class)
 
 
-def bind(optimizer: ShardedBasisRotation, wrapper: Any, names: Mapping[Tensor, str]) -> None:
-    """Tell the optimizer inside a ZeRO or bf16 wrapper what its flat buffers hold.
-
-    Args:
-        names: of the model's parameters.
+def bind(optimizer: ShardedBasisRotation, wrapper: Any, engine: Any) -> None:
+    """Tell the optimizer inside an engine's ZeRO or bf16 wrapper what its flat buffers hold, and say who owns how much.
 
     Raises:
         ConfigError: a wrapper that we do not know.
@@ -37,7 +35,14 @@ def bind(optimizer: ShardedBasisRotation, wrapper: Any, names: Mapping[Tensor, s
         raise ConfigError(f"zero_optimization: BasisRotation does not know DeepSpeed's {kind}; use ZeRO 0 to 3 without other options")
     read, attributes = layout
     private_names.check(wrapper, attributes, kind)
-    optimizer.bind(list(read(wrapper, names)))
+    optimizer.bind(list(read(wrapper, engine.param_names)))
+    for ownership in optimizer.ownership.values():
+        ranks, moving = len(ownership.state_bytes), sum(not unit.stays for buffer in optimizer.buffers for unit, *_ in buffer.units)
+        log_stage(
+            engine,
+            f"{kind}: {len(ownership.owners)} matrices owned by {ranks} ranks, at most {max(ownership.state_bytes) / 1e6:.3g} MB of states "
+            f"each ({ownership.imbalance:.3g} of the mean), {moving} of them move",
+        )
 
 
 def _stages_1_and_2(wrapper: Any, names: Mapping[Tensor, str]) -> Iterator[Flat]:

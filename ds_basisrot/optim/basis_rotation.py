@@ -1,7 +1,7 @@
 """BasisRotation: Adam in a rotated basis for matrices and AdamW for every other parameter, as one torch optimizer."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -192,6 +192,10 @@ class BasisRotation(MatrixUpdates, torch.optim.Optimizer):
     def refresh_cost(self) -> int:
         """Multiply-adds of refreshing all matrices once."""
         return sum(sum(role.refresh_costs()) for role in assign_roles(self.param_groups, self._stages).values())
+
+    def states_of_groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """(options, state) of every parameter that has a state."""
+        return ((group, self.state[p]) for group in self.param_groups for p in group["params"] if self.state.get(p))
 
     def state_dict(self) -> dict[str, Any]:
         """As of every torch optimizer. Momenta of rotated matrices are in the rotated basis."""

@@ -35,7 +35,7 @@ def measure(optimizer: BasisRotation, limit: int | None = None, turn: int = 0) -
         ValueError: a limit below 1.
 
     Args:
-        optimizer: as it is between two updates.
+        optimizer: as it is between two updates; of a sharded one, what this rank owns is measured.
         limit: measure at most so many matrices; None: all.
         turn: with a limit, which of them: successive turns 0, 1, 2, ... go round all matrices.
     """
@@ -68,11 +68,9 @@ class _Matrix:
 
 
 def _matrices(optimizer: BasisRotation) -> Iterator[_Matrix]:
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            state = optimizer.state.get(p) or {}
-            for prefix in [key.removesuffix(ROTATED_MOMENTUM) for key in state if key.rpartition(".")[2] == ROTATED_MOMENTUM]:
-                yield from _stack(group, state, prefix)
+    for group, state in optimizer.states_of_groups():
+        for prefix in [key.removesuffix(ROTATED_MOMENTUM) for key in state if key.rpartition(".")[2] == ROTATED_MOMENTUM]:
+            yield from _stack(group, state, prefix)
 
 
 def _stack(group: dict[str, Any], state: dict[str, Any], prefix: str) -> Iterator[_Matrix]:

@@ -1,7 +1,7 @@
 """BasisRotation over flat buffers: each rank holds slices of parameters, and whole matrices are updated by the rank that owns them."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,11 @@ class ShardedBasisRotation(torch.optim.Optimizer):
     def own_states(self) -> dict[Tensor, Any]:
         """States of what this rank owns, or holds a slice of, by what stands for it."""
         return self._updates.state
+
+    def states_of_groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """(options, state) of everything on this rank that has a state."""
+        members = [member for buffer in self.buffers for member in buffer.members]
+        return ((self.options_of(member.parameter), self.own_states[member.p]) for member in members if self.own_states.get(member.p))
 
     def state_bytes(self) -> int:
         """Bytes of the states of rotated matrices on this rank."""
