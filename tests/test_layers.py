@@ -10,8 +10,10 @@ PACKAGE = Path(__file__).parents[1] / "ds_basisrot"
 ALLOWED = {
     "optim": {"torch"},
     "pipeline": {"torch"},
+    "sharding": {"torch", "ds_basisrot.optim"},
     "bench": {"torch", "numpy", "ds_basisrot.optim", "ds_basisrot.pipeline"},
-    "deepspeed_plugin": {"torch", "deepspeed", "pydantic", "safetensors", "ds_basisrot", "ds_basisrot.optim", "ds_basisrot.pipeline"},
+    "deepspeed_plugin": {"torch", "deepspeed", "pydantic", "safetensors", "ds_basisrot"}
+    | {"ds_basisrot.optim", "ds_basisrot.pipeline", "ds_basisrot.sharding"},
 }
 
 

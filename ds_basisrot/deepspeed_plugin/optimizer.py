@@ -103,6 +103,8 @@ def _gradient_dtype(engine: Any) -> torch.dtype | None:
     """The precision in which gradients are computed, if it is not that of the parameters."""
     if engine.bfloat16_enabled():
         return torch.bfloat16
+    if engine.torch_autocast_enabled():
+        return engine.torch_autocast_dtype()
     return torch.float16 if engine.fp16_enabled() else None
 
 
