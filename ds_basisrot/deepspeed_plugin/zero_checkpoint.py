@@ -57,7 +57,7 @@ def load(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
                 f"{engine.global_steps}: put the files of that one there, or remove the folder to start with fresh bases"
             )
         rotation_files.read(optimizer, where, index)
-    elif states.restore_from_adam(optimizer):
+    elif states.restore_from_adam(optimizer, engine.global_steps):
         log(f"{folder} has no rotation states: bases start anew, Adam's momentum is kept")
     _unlink(engine)
     return path, client_state

@@ -60,6 +60,11 @@ class Member:
         """Elements of it."""
         return math.prod(self.shape)
 
+    def release(self) -> None:
+        """Give up gradient and elements until the next update."""
+        self.p.grad = None
+        self.p.data = self.p.data.new_empty(0)
+
 
 @dataclass
 class Message:
@@ -81,8 +86,11 @@ class Message:
             member.p.grad = wholes[member.name].view(member.shape)
 
     def results(self) -> dict[str, Tensor]:
-        """The updates, flat."""
-        return {member.name: member.p.data.flatten() for member in self.owned}
+        """The updates, flat; the members give up their storage."""
+        updates = {member.name: member.p.data.flatten() for member in self.owned}
+        for member in self.owned:
+            member.release()
+        return updates
 
 
 @dataclass
@@ -138,6 +146,8 @@ class Buffer:
                 piece, p = unit.pieces[0] if unit.stays else None, torch.empty(0, device=device)
                 owned[unit.name] = Member(p, unit.name, parameter, unit.shape, unit.role, index, piece)
         self.members += owned.values()
+        self._piece_indices = torch.tensor([index for index, _ in self._pieces], dtype=torch.long, device=device)
+        self._member_indices = torch.tensor([member.index for member in self.members], dtype=torch.long, device=device)
         indices = {unit.name: index for (unit, _, _), index in zip(self.units, self._unit_indices)}
         moving = [unit for unit, _, _ in self.units if not unit.stays]
         for batch in messages(moving):
@@ -150,8 +160,12 @@ class Buffer:
         sizes = torch.zeros(self.count, dtype=torch.float64, device=self.flat.buffer.device)
         if self._pieces:
             largest = largest_elements([self.gradient(piece) for _, piece in self._pieces])
-            sizes[[index for index, _ in self._pieces]] = largest.to(sizes.device)
+            sizes.index_copy_(0, self._piece_indices, largest.to(sizes.device))
         return sizes
+
+    def of_members(self, sizes: Tensor) -> Tensor:
+        """Of values for everything `[count]`, those of the members."""
+        return sizes[self._member_indices]
 
     def note_started(self, sizes: Tensor) -> None:
         """Remember what has had a gradient; from then on it decays."""
@@ -169,8 +183,7 @@ class Buffer:
     def release_members(self) -> None:
         """Forget gradients and what moved."""
         for member in self.members:
-            member.p.grad = None
-            member.p.data = member.p.data.new_empty(0)
+            member.release()
 
     def weight(self, piece: Piece) -> Tensor:
         """A slice of the weights."""

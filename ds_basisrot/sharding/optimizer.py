@@ -203,7 +203,7 @@ class ShardedBasisRotation(torch.optim.Optimizer):
             bound.place_members()
 
         members = [(options, member) for options, bound in batch for member in bound.members]
-        theirs = torch.cat([its[[member.index for member in bound.members]] for its, (_, bound) in zip(sizes_of, batch)])
+        theirs = torch.cat([bound.of_members(its) for its, (_, bound) in zip(sizes_of, batch)])
         work: Work = [(options, member.p) for options, member in members]
         decision = updates._decide(work, theirs, lambda usable: _all_agree(usable, sizes.device, group))
         if decision is None:

@@ -114,8 +114,11 @@ def restore(
 
 
 @torch.no_grad()
-def restore_from_adam(optimizer: ShardedBasisRotation) -> bool:
+def restore_from_adam(optimizer: ShardedBasisRotation, updates: int) -> bool:
     """Begin with the flat states that a wrapper has loaded, which are Adam's: momenta are kept, bases are fresh. Every rank calls it.
+
+    Args:
+        updates: made so far, for Adams that do not say.
 
     Returns:
         False where there were none.
@@ -126,7 +129,7 @@ def restore_from_adam(optimizer: ShardedBasisRotation) -> bool:
         flat = optimizer.state.get(buffer.flat.buffer)
         if not flat:
             continue
-        found, step = True, int(flat[STEP])
+        found, step = True, int(flat.get(STEP, updates))
         buffer.started = [step > 0] * buffer.count
         wholes: dict[str, list[Tensor]] = {}
         for message in buffer.messages:
