@@ -18,6 +18,9 @@ COMPARED_BLOCKS = (
     "pipeline",
     "gradient_clipping",
     "bf16",
+    "fp16",
+    "data_types",
+    "zero_optimization",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
 )

@@ -37,11 +37,11 @@ ALLOCATIONS = [
 REFUSED = [
     ({"config": {"pipeline.schedule": "async1f1b"}}, "pipeline.schedule: must be '1f1b' or 'async_1f1b'"),
     ({"config": {"pipeline.wieght_stashing": True}}, "did you mean 'weight_stashing'?"),
-    ({"config": {"zero_optimization.stage": 1}}, "zero_optimization.stage: async_1f1b runs with stage 0 for now, got 1"),
+    ({"config": {"zero_optimization.stage": 2}}, "zero_optimization.stage: DeepSpeed's pipelines run with stages 0 and 1, got 2"),
     ({"optimizer": "BasisRotation", "config": {"optimizer.params.refresh_perod": 3}}, "did you mean 'refresh_period'?"),
     ({"optimizer": "BasisRotation", "config": {"optimizer.params.refresh_period": 0}}, "optimizer.params.refresh_period: must be"),
     ({"optimizer": "BasisRotation", "config": {"optimizer.type": "BasisRotatoin"}}, "did you mean 'BasisRotation'?"),
-    ({"optimizer": "BasisRotation", "config": {"bf16.enabled": True}}, "bf16.enabled: BasisRotation runs in fp32"),
+    ({"optimizer": "BasisRotation", "config": {"fp16.enabled": True}}, "fp16.enabled: async_1f1b cannot share a loss scale"),
     ({"optimizer": "BasisRotation", "config": {"optimizer.params.rotate": {"exclude": ["*"]}}}, "nothing would be rotated"),
     (
         {"optimizer": "BasisRotation", "config": {"optimizer.params.rotate": {"exclude": ["0.*", "x.*"]}}},
@@ -53,9 +53,22 @@ REFUSED = [
     ),
     ({"layers": 1}, "stage 0 of 2 would hold no layer (1 layers in all)|stage 1 of 2 would hold no layer (1 layers in all)"),
     ({"tied": True}, "cannot train layers tied across stages (shared)"),
-    ({"pipeline": False, "optimizer": "BasisRotation", "config": {"zero_optimization.stage": 1}}, "ZeRO 1 hands it flat slices"),
-    ({"pipeline": False, "optimizer": "BasisRotation", "config": {"zero_optimization.stage": 3}}, "ZeRO 3 hands it flat slices"),
-    ({"pipeline": False, "optimizer": "BasisRotation", "config": {"bf16.enabled": True}}, "bf16.enabled: BasisRotation runs in fp32"),
+    (
+        {
+            "pipeline": False,
+            "optimizer": "BasisRotation",
+            "config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        },
+        "zero_optimization.offload_optimizer: BasisRotation multiplies matrices",
+    ),
+    (
+        {
+            "pipeline": False,
+            "optimizer": "BasisRotation",
+            "config": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+        },
+        "zero_optimization.offload_optimizer: BasisRotation multiplies matrices",
+    ),
     (
         {"config_of_rank_1": {"pipeline.weight_stashing": False}},
         "rank 1 differs from rank 0 in pipeline.weight_stashing: False against True",
