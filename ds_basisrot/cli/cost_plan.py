@@ -45,13 +45,23 @@ def cost_plan(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: patterns that match nothing or do not fit, or nothing to rotate.
     """
-    groups = param_groups(model, rotate=options["rotate"])
-    entries = {name: (p, entry) for group in groups for (name, p), entry in zip(group["params"], _entries(group))}
+    entries = rotation_entries(model, options)
     return {
         "rows": _rows(_matrices(entries, options), options),
         "totals": _totals(entries, options),
         "geometries": {geometry: _totals(entries, {**options, "geometry": geometry}) for geometry in GEOMETRIES},
     }
+
+
+def rotation_entries(model: nn.Module, options: Mapping[str, Any]) -> dict[str, tuple]:
+    """Each trainable parameter and its `rotate` entry, by name, in the model's order.
+
+    Raises:
+        ValueError: as `cost_plan`.
+    """
+    groups = param_groups(model, rotate=options["rotate"])
+    entries = {name: entry for group in groups for (name, _), entry in zip(group["params"], _entries(group))}
+    return {name: (p, entries[name]) for name, p in model.named_parameters() if name in entries}
 
 
 def _entries(group: Mapping[str, Any]) -> Sequence[Any]:

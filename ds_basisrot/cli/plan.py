@@ -6,20 +6,33 @@ from pathlib import Path
 from typing import Any
 
 from ds_basisrot.cli import check
+from ds_basisrot.cli.arguments import count
 from ds_basisrot.cli.errors import CommandError
 from ds_basisrot.cli.output import add_json_argument, amount, check_json_target, console, table, write_json
 
 NAME = "plan"
-HELP = "say what BasisRotation will cost for a model: memory and arithmetic"
+HELP = "say what BasisRotation will cost for a model: memory and arithmetic, and what each rank of a job has of it"
 
 DESCRIPTION = """\
 Builds the model without storage and says which matrices BasisRotation will rotate, and what that costs in memory and arithmetic. State of
 a matrix [m, n] in numbers: 2mn for the moments, m^2 and n^2 for the bases of the sides that are rotated, and with second order about
 k(k + 128) / 2 (k^2 up to 128) for the covariance of each rotated side of length k. A number takes 4 bytes; of momentum and bases, 2 with
-"state_dtype": "bfloat16"."""
+"state_dtype": "bfloat16". With --ranks also what each rank keeps, computes and exchanges at the configuration's ZeRO stage, where a matrix
+has one owner. It takes all parameters for one group of the optimizer, and the model for what one pipeline stage holds."""
 
 TRAINING_MADDS = 3
 """For each weight of a linear map and token: one forward, two backward."""
+
+# Rows of the table for ranks: what it is, its key in the figures, its unit.
+OF_EACH_RANK = (
+    ("state of rotated matrices", "rotation_state_bytes", "B"),
+    ("with AdamW's state of the others", "state_bytes", "B"),
+    ("multiply-adds of an update, with refreshes", "update_madds", ""),
+    ("sent in an update, and as much received", "exchanged_bytes", "B"),
+)
+
+# Of DeepSpeed's ZeRO options, those that put parameters elsewhere in a flat buffer.
+OTHER_ORDER = ("round_robin_gradients", "parameter_alignment")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,14 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arg", action="append", default=[], metavar="KEY=VALUE", help="keyword argument of CALLABLE, VALUE as JSON or else text; repeat"
     )
+    parser.add_argument("--ranks", type=count, metavar="N", help="data-parallel ranks that share the parameters as ZeRO does")
     add_json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> None:
     from ds_basisrot.cli.cost_plan import cost_plan  # here: the other commands need not wait for torch
     from ds_basisrot.cli.model_source import build_on_meta
+    from ds_basisrot.cli.rank_plan import rank_plan
 
-    optimizer_options = _optimizer_options(options.config)
+    config = check.load(options.config)
+    optimizer_options = _optimizer_options(config, options.config)
     check_json_target(options.json)
     model = build_on_meta(options.model, options.arg)
     try:
@@ -46,15 +62,18 @@ def run(options: argparse.Namespace) -> None:
         raise CommandError(f"{options.config}: {where}{error}") from error
     figures = {"model": options.model, "options": optimizer_options, **plan}
     _print(figures, options.json)
+    if options.ranks is not None:
+        zero = config.get("zero_optimization") or {}
+        figures["ranks"] = rank_plan(model, optimizer_options, int(zero.get("stage", 0)), options.ranks)
+        _print_ranks(figures["ranks"], zero, options.json)
     write_json(options.json, figures)
 
 
-def _optimizer_options(path: Path) -> dict[str, Any]:
+def _optimizer_options(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """BasisRotation's options, as the configuration and its defaults say."""
     from ds_basisrot.deepspeed_plugin.config import ConfigError, is_basis_rotation, validate
     from ds_basisrot.optim.basis_rotation import BasisRotation
 
-    config = check.load(path)
     try:
         validate(config)
     except ConfigError as error:
@@ -98,6 +117,28 @@ def _print(figures: dict[str, Any], json_target: str | None) -> None:
         out.print(line, markup=False)
     if options["refresh_allocation"] != "uniform":
         out.print(f"refresh_allocation {options['refresh_allocation']!r}: the stages differ; the mean over all of them is as above")
+
+
+def _print_ranks(figures: dict[str, Any], zero: dict[str, Any], json_target: str | None) -> None:
+    out, matrices, work = console(json_target), figures["matrices"], figures["update_madds"]
+    rows = table(f"ZeRO {figures['stage']}, data-parallel ranks: {figures['ranks']}", ["of a rank"], ("mean", "most", "most / mean"))
+    for label, key, unit in OF_EACH_RANK:
+        each = figures[key]
+        rows.add_row(label, amount(each["mean"], unit), amount(each["most"], unit), f"{each['imbalance']:.3f}")
+    out.print(rows)
+    lines = [
+        f"{matrices['moving']} of {matrices['all']} matrices move to their owner and back, {matrices['cut']} of them because they are cut "
+        f"and {matrices['moving'] - matrices['cut']} for balance, in {figures['messages']} messages each way",
+        "most multiply-adds: of the busiest rank of each update, for which the others wait, on average over a period",
+    ]
+    if work["imbalance_at_once"] < 0.9 * work["imbalance"]:
+        lines.append(
+            f'with "stagger": false these would be {work["imbalance_at_once"]:.2f} x the mean instead of {work["imbalance"]:.2f} x, as all '
+            "ranks would refresh in the same updates, which would be slow; the fewer matrices a rank has, the more that gains"
+        )
+    lines += [f"zero_optimization.{key} is set: other matrices may be cut than this says" for key in OTHER_ORDER if zero.get(key)]
+    for line in lines:
+        out.print(line, markup=False, soft_wrap=True)
 
 
 def _names(parameters: list[str]) -> str:

@@ -127,8 +127,7 @@ def check_optimizer_setting(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: naming the key.
     """
-    _zero_stage(config)
-    zero = _block(config, "zero_optimization")
+    stage, zero = _zero_stage(config), _block(config, "zero_optimization")
     for name in ("offload_optimizer", "offload_param"):
         device = _block(zero, name, "zero_optimization.").get("device", "none")
         if device not in ("none", None):
@@ -136,7 +135,27 @@ def check_optimizer_setting(config: Mapping[str, Any]) -> None:
     for key, why in NOT_WITH_ZERO.items():
         if zero.get(key):
             raise ConfigError(f"zero_optimization.{key}: {why}; remove it")
+    for block, key in MASTER_WEIGHTS.items():
+        if _block(config, block).get(key):
+            raise ConfigError(f"{block}.{key}: BasisRotation keeps master weights in float32; remove it")
+    if stage == 0 and _precision(config) == "fp16":
+        raise ConfigError(
+            "fp16.enabled: without ZeRO, DeepSpeed 0.19 divides gradients by a loss scale that it did not multiply the loss by; set "
+            "zero_optimization.stage to 1, or use bf16"
+        )
+    if stage > 0 and _autocasts_to_float16(config):
+        raise ConfigError(
+            "torch_autocast.dtype: under ZeRO each rank decides alone whether its part of a float16 gradient overflowed, and would leave "
+            "the others waiting; use bfloat16"
+        )
 
+
+# DeepSpeed's blocks of 16-bit training, the second by the first one's old name, and their keys for master weights in that precision.
+MASTER_WEIGHTS = {
+    "bf16": "bf16_master_weights_and_grads",
+    "bfloat16": "bf16_master_weights_and_grads",
+    "fp16": "fp16_master_weights_and_grads",
+}
 
 OFFLOADED = {
     "offload_optimizer": "BasisRotation multiplies matrices in every update, which needs its states on the accelerator",
@@ -170,7 +189,7 @@ def _check_async_setting(config: Mapping[str, Any]) -> None:
         raise ConfigError(f"zero_optimization.stage: DeepSpeed's pipelines run with stages 0 and 1, got {stage}; set it to 1")
     if precision == "fp16":
         raise ConfigError("fp16.enabled: async_1f1b cannot share a loss scale between stages; use bf16")
-    if autocast.get("enabled") and "float16" == str(autocast.get("dtype")).removeprefix("torch."):
+    if _autocasts_to_float16(config):
         raise ConfigError("torch_autocast.dtype: async_1f1b cannot share a loss scale between stages; use bfloat16")
     if autocast.get("enabled") and not pipeline_options(_block(config, "pipeline")).weight_stashing:
         raise ConfigError("pipeline.weight_stashing: false does not go with torch_autocast, whose backward sees copies of old weights")
@@ -190,17 +209,17 @@ def validate(config: Mapping[str, Any]) -> list[str]:
         raise ConfigError("pipeline: must be an object {...}, got None; remove the key")
     optimizer, options = _block(config, "optimizer"), pipeline_options(_block(config, "pipeline"))
     kind = optimizer.get("type")
+    if options.asynchronous:
+        _check_async_setting(config)
+        clipping = config.get("gradient_clipping", 0)
+        if isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or clipping < 0:
+            raise ConfigError(f"gradient_clipping: must be a number >= 0, got {clipping!r}")
     if is_basis_rotation(kind):
         _check_keys(optimizer, OPTIMIZER_KEYS, "optimizer")
         check_optimizer_params(_block(optimizer, "params", "optimizer."))
         check_optimizer_setting(config)
     else:
         check_optimizer_type(kind)
-    if options.asynchronous:
-        _check_async_setting(config)
-        clipping = config.get("gradient_clipping", 0)
-        if isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or clipping < 0:
-            raise ConfigError(f"gradient_clipping: must be a number >= 0, got {clipping!r}")
     return [
         f"optimizer: {OPTIMIZER_TYPE if is_basis_rotation(kind) else kind or 'none here; the script must pass one'}",
         f"pipeline schedule: {options.schedule}" + (f", {describe_async(options)}" if options.asynchronous else " (DeepSpeed's own)"),
@@ -230,7 +249,12 @@ def _zero_stage(config: Mapping[str, Any]) -> int:
 
 
 def _precision(config: Mapping[str, Any]) -> str:
-    return next((name for name in ("bf16", "fp16") if _block(config, name).get("enabled")), "fp32")
+    return next((name for name in MASTER_WEIGHTS if _block(config, name).get("enabled")), "fp32")
+
+
+def _autocasts_to_float16(config: Mapping[str, Any]) -> bool:
+    autocast = _block(config, "torch_autocast")
+    return bool(autocast.get("enabled")) and str(autocast.get("dtype")).removeprefix("torch.") in ("float16", "fp16", "half")
 
 
 def _block(config: Mapping[str, Any], name: str, where: str = "") -> Mapping[str, Any]:

@@ -9,7 +9,8 @@ Nothing in them is executed when they are read. The index is written last.
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ FOLDER = "basis_rotation"
 INDEX = "index.json"
 SEPARATOR = "|"
 
+PARTS = ("files", "matrices", "others", "layouts")
+"""Of the index: the files, the rotated matrices, counters of the other parameters, layouts of the rotated parameters; each by name."""
+
 
 def write(optimizer: ShardedBasisRotation, folder: str, global_steps: int) -> None:
     """Write the files into a checkpoint's folder. Every rank calls it.
@@ -33,32 +37,44 @@ def write(optimizer: ShardedBasisRotation, folder: str, global_steps: int) -> No
     Args:
         folder: of the checkpoint's tag.
         global_steps: updates made, by which a reader knows that the files belong to the rest of the checkpoint.
+
+    Raises:
+        RuntimeError: on all ranks, where one could not write.
     """
     folder = os.path.join(folder, FOLDER)
+    parts = _all(lambda: _write_states(optimizer, folder))
+
+    def write_index() -> None:
+        if _rank() == 0:
+            index: dict[str, Any] = {"format": FORMAT, "global_steps": global_steps}
+            index |= {key: {name: value for part in parts for name, value in part[key].items()} for key in PARTS}
+            with _replacing(os.path.join(folder, INDEX)) as partial, open(partial, "w") as file:
+                json.dump(index, file)
+
+    _all(write_index)
+
+
+def _write_states(optimizer: ShardedBasisRotation, folder: str) -> dict[str, dict[str, Any]]:
+    """Write this rank's file; returns its part of the index."""
     os.makedirs(folder, exist_ok=True)
     name = f"rank_{_rank():05d}.safetensors"
-    tensors, counters = {}, {}
+    tensors, matrices = {}, {}
     for matrix, state in states.named_states(optimizer).items():
         tensors |= {f"{matrix}{SEPARATOR}{key}": value.contiguous() for key, value in state.items() if torch.is_tensor(value)}
-        counters[matrix] = {"file": name, "state": {key: value for key, value in state.items() if not torch.is_tensor(value)}}
-    path = os.path.join(folder, name)
-    save_file(tensors, path + ".partial", metadata={"format": str(FORMAT)})
-    about = {"bytes": os.path.getsize(path + ".partial"), "sha256": _sha256(path + ".partial")}
-    os.replace(path + ".partial", path)
+        matrices[matrix] = {"file": name, "state": {key: value for key, value in state.items() if not torch.is_tensor(value)}}
+    with _replacing(os.path.join(folder, name)) as partial:
+        save_file(tensors, partial, metadata={"format": str(FORMAT)})
+        about = {"bytes": os.path.getsize(partial), "sha256": _sha256(partial)}
+    others = states.flat_bookkeeping(optimizer)
+    return {"files": {name: about}, "matrices": matrices, "others": others, "layouts": states.layouts(optimizer)}
 
-    parts = _gather({"files": {name: about}, "matrices": counters, "others": states.flat_bookkeeping(optimizer)})
-    layouts = _gather(states.layouts(optimizer))
-    if _rank() == 0:
-        index: dict[str, Any] = {"format": FORMAT, "global_steps": global_steps, "files": {}, "matrices": {}, "others": {}, "layouts": {}}
-        for part in parts:
-            for key, its in part.items():
-                index[key] |= its
-        for its in layouts:
-            index["layouts"] |= its
-        path = os.path.join(folder, INDEX)
-        with open(path + ".partial", "w") as file:
-            json.dump(index, file)
-        os.replace(path + ".partial", path)
+
+@contextmanager
+def _replacing(path: str) -> Iterator[str]:
+    """A name to write to; what was written takes the place of `path` when it is complete."""
+    partial = path + ".partial"
+    yield partial
+    os.replace(partial, path)
 
 
 def find(folders: list[str]) -> tuple[str, dict[str, Any]] | None:
@@ -87,14 +103,7 @@ def read(optimizer: ShardedBasisRotation, folder: str, index: Mapping[str, Any])
         ConfigError: a file that is missing, truncated or altered, by its name, or of another model or routing.
     """
     reader = _Reader(os.path.join(folder, FOLDER), index)
-    try:
-        states.restore(optimizer, reader.state, set(index["matrices"]), index["others"], index["layouts"])
-        fault = None
-    except (ConfigError, ValueError) as error:
-        fault = str(error)
-    fault = next(filter(None, _gather(fault)), None)
-    if fault:
-        raise ConfigError(fault)
+    _all(lambda: states.restore(optimizer, reader.state, set(index["matrices"]), index["others"], index["layouts"]))
 
 
 class _Reader:
@@ -141,7 +150,7 @@ def _read_index(folders: list[str]) -> tuple[str, dict[str, Any]] | None:
                 with open(path) as file:
                     index = json.load(file)
                 version = index["format"]
-                complete = all(isinstance(index[key], dict) for key in ("files", "matrices", "others", "layouts"))
+                complete = all(isinstance(index[key], dict) for key in PARTS)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"{path} cannot be read ({error}): it is damaged; resume from another checkpoint") from None
             if not complete or not isinstance(version, int) or version > FORMAT:
@@ -159,10 +168,21 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _gather(value: Any) -> list[Any]:
-    """What every rank gave, by rank."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def _all(action: Callable[[], Any]) -> list[Any]:
+    """Do something on every rank; returns what each made of it, by rank.
+
+    Raises:
+        ConfigError, RuntimeError: on all ranks, where one has failed, so that none waits for it: what it said.
+    """
+    try:
+        result, fault, refused = action(), None, False
+    except (ValueError, OSError, SafetensorError) as error:
+        result, fault, refused = None, str(error), isinstance(error, ValueError)
+    results = [(result, fault, refused)]
+    if dist.is_initialized():
+        results = [None] * dist.get_world_size()
+        dist.all_gather_object(results, (result, fault, refused))
+    for rank, (_, fault, refused) in enumerate(results):
+        if fault is not None:
+            raise ConfigError(fault) if refused else RuntimeError(f"rank {rank} could not write the rotation states: {fault}")
+    return [result for result, _, _ in results]

@@ -9,8 +9,8 @@ from deepspeed.runtime.zero import utils
 from deepspeed.utils import groups
 from torch import Tensor
 
+from ..sharding.layouts import cut_by_itself, cut_in_buffer
 from ..sharding.optimizer import Flat, ShardedBasisRotation
-from ..sharding.units import Piece
 from . import private_names
 from .config import ConfigError
 from .log import log_stage
@@ -62,14 +62,7 @@ def _bf16(wrapper: Any, names: Mapping[Tensor, str]) -> Iterator[Flat]:
 
 def _partitions(buffer: Tensor, group: Any, placed: Sequence[tuple[Tensor, int]], names: Mapping[Tensor, str]) -> Flat:
     """Parameters one after the other, cut into as many equal parts as there are ranks."""
-    size, parameters = buffer.numel(), []
-    for p, first in placed:
-        pieces = []
-        for rank in range(dist.get_world_size(group)):
-            begin, end = max(first, rank * size), min(first + p.numel(), (rank + 1) * size)
-            if begin < end:
-                pieces.append(Piece(rank, begin - rank * size, begin - first, end - begin))
-        parameters.append((names[p], tuple(pieces)))
+    parameters = [(names[p], cut_in_buffer(first, p.numel(), buffer.numel())) for p, first in placed]
     return Flat(buffer, group, tuple(parameters), _label([p for p, _ in placed]))
 
 
@@ -85,14 +78,8 @@ def _stage_3(wrapper: Any, names: Mapping[Tensor, str]) -> Iterator[Flat]:
     for index, buffer in enumerate(wrapper.fp32_partitioned_groups_flat):
         group, parameters, start = wrapper._get_sub_group_process_group(index), [], 0
         for p in wrapper.fp16_groups[index]:
-            size = p.partition_numel()
-            pieces = []
-            for rank in range(dist.get_world_size(group)):
-                begin, end = rank * size, min(p.ds_numel, (rank + 1) * size)
-                if begin < end:
-                    pieces.append(Piece(rank, start, begin, end - begin))
-            parameters.append((names[p], tuple(pieces)))
-            start += size
+            parameters.append((names[p], cut_by_itself(p.ds_numel, dist.get_world_size(group), start)))
+            start += p.partition_numel()
         yield Flat(buffer, group, tuple(parameters))
 
 

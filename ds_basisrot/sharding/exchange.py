@@ -1,5 +1,6 @@
 """Slices of matrices to their owners and back: all-to-all, many matrices in one message, the next message under way meanwhile."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,24 +10,41 @@ from torch import Tensor
 
 from .units import Piece, Unit
 
-# Elements that move in one message, about: so many that latency does not matter, so few that buffers stay small.
-MESSAGE_NUMEL = 2**25
+# Elements that a rank sends or receives in one message, about: so many that latency does not matter, so few that buffers stay small and
+# that there is another message to overlap with.
+MESSAGE_NUMEL = 2**22
+
+# The same between two ranks, where a matrix is cut over so many that their shares of a message would become too small.
+PAIR_NUMEL = 2**16
 
 
 Pieces = list[tuple[Unit, Piece]]
 
 
 def messages(units: Sequence[Unit], numel: int | None = None) -> list[list[Unit]]:
-    """Units in the order given, cut into groups with about `numel` moving elements each (None: MESSAGE_NUMEL); the same on every rank."""
-    limit = MESSAGE_NUMEL if numel is None else numel
+    """The units that move, in groups that are sent together; the same on every rank.
+
+    Each owner gets its units in the order given, in the first messages that have room, so that all have work at the same time. A message
+    brings and takes no rank more than `numel` elements (None: by MESSAGE_NUMEL and PAIR_NUMEL), or the largest unit's where that has more.
+    """
+    units = [unit for unit in units if not unit.stays]
+    if numel is None:
+        numel = max(MESSAGE_NUMEL, PAIR_NUMEL * max((len(unit.pieces) for unit in units), default=0))
+    numel = max([numel, *(unit.numel for unit in units)])
     result: list[list[Unit]] = []
-    size = limit
+    traffic: list[Counter[tuple[str, int]]] = []
+    latest: Counter[int] = Counter()
     for unit in units:
-        if size >= limit:
+        own = {("to", unit.owner): unit.moving} | {("from", p.rank): p.numel for p in unit.pieces if p.rank != unit.owner}
+        number = latest[unit.owner]
+        while number < len(result) and any(traffic[number][end] + size > numel for end, size in own.items()):
+            number += 1
+        if number == len(result):
             result.append([])
-            size = 0
-        result[-1].append(unit)
-        size += unit.moving
+            traffic.append(Counter())
+        result[number].append(unit)
+        traffic[number].update(own)
+        latest[unit.owner] = number
     return result
 
 
@@ -42,11 +60,18 @@ class Exchange:
     """
 
     def __init__(self, units: Sequence[Unit], group: Any, device: torch.device):
-        self._units = [unit for unit in units if not unit.stays]
         self._group, self._device, self.rank = group, device, dist.get_rank(group) if dist.is_initialized() else 0
         everyone = range(dist.get_world_size(group) if dist.is_initialized() else 1)
-        self._held = [self._pieces(self.rank, owner) for owner in everyone]
-        self._owned = [self._pieces(holder, self.rank) for holder in everyone]
+        self._held: list[Pieces] = [[] for _ in everyone]  # by owner: what this rank holds of its units
+        self._owned: list[Pieces] = [[] for _ in everyone]  # by holder: what it holds of this rank's units
+        moving = [unit for unit in units if not unit.stays]
+        for unit in moving:
+            for piece in unit.pieces:
+                if piece.rank == self.rank:
+                    self._held[unit.owner].append((unit, piece))
+                if unit.owner == self.rank:
+                    self._owned[piece.rank].append((unit, piece))
+        self._moves = bool(moving)
 
     def gather(self, slices: Mapping[str, Tensor]) -> "Gathering":
         """Start sending slices to the owners.
@@ -64,18 +89,13 @@ class Exchange:
         """
         return Scattering(self, wholes)
 
-    def _pieces(self, holder: int, owner: int) -> Pieces:
-        """What one rank holds of another's units."""
-        return [(unit, piece) for unit in self._units if unit.owner == owner for piece in unit.pieces if piece.rank == holder]
-
     def _send(self, outgoing: list[Tensor], to: list[Pieces], since: list[Pieces]) -> tuple[Tensor, Any]:
         """Start one all-to-all of what goes to other ranks; what stays here does not pass through it."""
-        sizes = [self._size(rank, pieces) for rank, pieces in enumerate(to)]
-        expected = [self._size(rank, pieces) for rank, pieces in enumerate(since)]
-        received = torch.empty(sum(expected), device=self._device)
-        if not self._units:
+        sizes, expected = ([self._size(rank, pieces) for rank, pieces in enumerate(each)] for each in (to, since))
+        received = torch.empty(sum(expected), dtype=torch.float32, device=self._device)
+        if not self._moves:
             return received, None
-        sent = torch.cat(outgoing) if outgoing else torch.empty(0, device=self._device)
+        sent = torch.cat(outgoing) if outgoing else received.new_empty(0)
         return received, (dist.all_to_all_single(received, sent, expected, sizes, group=self._group, async_op=True), sent)
 
     def _size(self, rank: int, pieces: Pieces) -> int:
@@ -94,20 +114,18 @@ class Gathering:
     def wait(self) -> dict[str, Tensor]:
         """The wholes, flat, of the moving units that this rank owns, by name."""
         _finish(self._work)
-        wholes: dict[str, Tensor] = {}
+        parts: dict[str, list[tuple[int, Tensor]]] = {}
         place = 0
         for rank, pieces in enumerate(self._exchange._owned):
             for unit, piece in pieces:
-                whole = wholes.get(unit.name)
-                if whole is None:
-                    whole = wholes[unit.name] = self._received.new_empty(unit.numel)
                 if rank == self._exchange.rank:
                     part = self._own[unit.name]
                 else:
                     part = self._received[place : place + piece.numel]
                     place += piece.numel
-                whole[piece.offset : piece.offset + piece.numel].copy_(part)
-        return wholes
+                parts.setdefault(unit.name, []).append((piece.offset, part))
+        in_order = {name: [part for _, part in sorted(of_one, key=lambda each: each[0])] for name, of_one in parts.items()}
+        return {name: torch.cat(of_one) for name, of_one in in_order.items()}
 
 
 class Scattering:

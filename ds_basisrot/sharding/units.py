@@ -3,16 +3,17 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ..optim.costs import state_bytes
 from ..optim.roles import Role
-from .ownership import Load
+from .ownership import LONGEST_CYCLE, Load
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A contiguous slice of a parameter.
 
     Attributes:
@@ -72,13 +73,25 @@ class Unit:
 
     def load(self, state_dtype: str) -> Load:
         """What it asks of its owner."""
-        held: dict[int, int] = {}
-        for piece in self.pieces:
-            held[piece.rank] = held.get(piece.rank, 0) + piece.numel
-        refresh = sum(self.role.refresh_costs())
-        updates = sum(stack.part.shape[0] * self.role.matrix_cost(stack).update_madds for stack in self.role.stacks)
         size = sum(stack.part.shape[0] * state_bytes(self.role.matrix_cost(stack), state_dtype) for stack in self.role.stacks)
-        return Load(updates + int(refresh * self.role.rate), size, held, self.role.stacks[0].offsets[0])
+        return Load(self._work(), size, {piece.rank: piece.numel for piece in self.pieces})
+
+    def _work(self) -> tuple[int, ...]:
+        """Multiply-adds of the updates of one cycle of refreshes; several updates in one number where it is longer than LONGEST_CYCLE."""
+        cycle = self.role.rate.limit_denominator(max(LONGEST_CYCLE, math.ceil(1 / self.role.rate)))
+        length = min(cycle.denominator, LONGEST_CYCLE)
+        costs = [self.role.matrix_cost(stack) for stack in self.role.stacks]
+        work = [sum(stack.part.shape[0] * cost.update_madds for stack, cost in zip(self.role.stacks, costs))] * length
+        for stack, cost in zip(self.role.stacks, costs):
+            for offset in stack.offsets:
+                for update in due_updates(cycle, offset):
+                    work[update % length] += cost.refresh_madds * length // cycle.denominator
+        return tuple(work)
+
+
+def due_updates(rate: Fraction, offset: int) -> list[int]:
+    """The updates of one cycle (modulo its length, the rate's denominator) at which a matrix is refreshed; as `refresh.is_due` says."""
+    return [(-(-count * rate.denominator // rate.numerator) - offset) % rate.denominator for count in range(1, rate.numerator + 1)]
 
 
 def units_of(name: str, shape: Sequence[int], role: Role, pieces: Sequence[Piece]) -> list[Unit]:

@@ -91,9 +91,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def configuration(folder, params=None, optimizer="BasisRotation"):
+def configuration(folder, params=None, optimizer="BasisRotation", zero=None):
     path = folder / "ds.json"
-    path.write_text(json.dumps({"train_batch_size": 1, "optimizer": {"type": optimizer, "params": params or {}}}))
+    block = {} if zero is None else {"zero_optimization": zero}
+    path.write_text(json.dumps({"train_batch_size": 1, "optimizer": {"type": optimizer, "params": params or {}}, **block}))
     return path
 
 
@@ -180,6 +181,53 @@ def test_the_table_names_matrices_totals_and_the_chosen_geometry(capsys, folder)
     output = capsys.readouterr().out
     assert "blocks.*.up.weight" in output and "64 x 16" in output and "bilateral (chosen)" in output
     assert "plain AdamW" in output and 'all at once ("stagger": false)' in output
+
+
+def plan_of_ranks(folder, zero, *arguments):
+    target = folder / "plan.json"
+    path = str(configuration(folder, zero=zero))
+    assert main(["plan", path, "--model", "toy_model:Model", "--json", str(target), *arguments]) == 0
+    return json.loads(target.read_text())
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_ranks_share_state_and_work(folder, stage):
+    plan = plan_of_ranks(folder, {"stage": stage}, "--ranks", "4", "--arg", "layers=6")
+    ranks, totals = plan["ranks"], plan["totals"]
+    assert (ranks["stage"], ranks["ranks"], len(ranks["by_rank"]["state_bytes"])) == (stage, 4, 4)
+    assert sum(ranks["by_rank"]["state_bytes"]) == totals["state_bytes"]
+    assert ranks["rotation_state_bytes"]["mean"] == totals["rotated_state_bytes"] / 4
+    assert 1 <= ranks["rotation_state_bytes"]["imbalance"] < 1.3
+
+
+def test_the_stage_is_the_configurations(folder):
+    assert "ranks" not in plan_of_ranks(folder, {"stage": 2})
+    for zero in (None, {}, {"stage": 0}):
+        ranks = plan_of_ranks(folder, zero, "--ranks", "2")["ranks"]
+        assert ranks["stage"] == 0
+        assert ranks["state_bytes"]["imbalance"] == 1
+        assert ranks["exchanged_bytes"]["most"] == 0
+
+
+def test_the_table_of_ranks_says_what_moves_and_why(capsys, folder):
+    path = str(configuration(folder, zero={"stage": 1, "round_robin_gradients": True}))
+    main(["plan", path, "--model", "toy_model:Model", "--ranks", "8"])
+    output = capsys.readouterr().out
+    assert "ZeRO 1, data-parallel ranks: 8" in output and "state of rotated matrices" in output and "sent in an update" in output
+    assert "9 matrices move to their owner and back" in output and "messages each way" in output
+    assert 'with "stagger": false' in output
+    assert "zero_optimization.round_robin_gradients is set" in output
+
+
+@pytest.mark.parametrize("ranks", ("0", "-2", "two", "1.5"))
+def test_a_wrong_number_of_ranks_gets_one_line(capsys, folder, ranks):
+    line = refusal(capsys, "plan", configuration(folder), "--model", "toy_model:Model", f"--ranks={ranks}")
+    assert "--ranks" in line and "must be a whole number of at least 1" in line
+
+
+def test_a_stage_that_zero_does_not_have_gets_one_line(capsys, folder):
+    line = refusal(capsys, "plan", configuration(folder, zero={"stage": 4}), "--model", "toy_model:Model", "--ranks", "2")
+    assert "zero_optimization.stage: must be 0, 1, 2 or 3, got 4" in line
 
 
 def test_json_on_stdout_comes_alone(capsys, folder):
