@@ -188,6 +188,8 @@ class ShardedBasisRotation(torch.optim.Optimizer):
         for batch in batches.values():
             with torch.autocast(batch[0][1].flat.buffer.device.type, enabled=False):
                 self._step(batch)
+            for _, bound in batch:
+                bound.release_members()
         return loss
 
     def _step(self, batch: "list[tuple[dict, Buffer]]") -> None:
@@ -229,8 +231,6 @@ class ShardedBasisRotation(torch.optim.Optimizer):
                 self._apply(*returning.pop(0), gate)
         for each in returning:
             self._apply(*each, gate)
-        for _, bound in batch:
-            bound.release_members()
 
     @staticmethod
     def _start(transfer: tuple) -> Any:
