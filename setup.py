@@ -90,7 +90,7 @@ setup(
         "data": ["tokenizers", "datasets"],
         "peers": ["pytorch-optimizer"],
         # setuptools builds wheels by itself since 70.1; the tests of installations need that
-        "test": ["pytest", "hypothesis", "ruff", "setuptools>=70.1", DEEPSPEED],
+        "test": ["pytest", "hypothesis", "ruff", "setuptools>=70.1", "transformers>=5,<6", "accelerate>=1,<2", DEEPSPEED],
     },
     # Naming the root makes an editable install a plain .pth line. The other form, an import finder, loses against any folder called
     # ds_basisrot in the current directory, such as the checkout itself seen from its parent.

@@ -15,13 +15,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from ds_basisrot.deepspeed_plugin.config import ConfigError, validate  # here: the other commands need not wait for it
+    from ds_basisrot.deepspeed_plugin.config import ConfigError, validate, without_auto  # here: the other commands need not wait for it
 
     config = load(options.config)
     try:
+        config, left = without_auto(config)
         lines = validate(config)
     except ConfigError as error:
         raise CommandError(f"{options.config}: {error}") from error
+    if left:
+        lines.append('"auto", for Hugging Face\'s Trainer or accelerate to fill in: ' + ", ".join(left))
     print("\n".join(lines))
 
 

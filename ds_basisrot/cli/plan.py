@@ -71,10 +71,11 @@ def run(options: argparse.Namespace) -> None:
 
 def _optimizer_options(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """BasisRotation's options, as the configuration and its defaults say."""
-    from ds_basisrot.deepspeed_plugin.config import ConfigError, is_basis_rotation, validate
+    from ds_basisrot.deepspeed_plugin.config import ConfigError, is_basis_rotation, optimizer_params, validate, without_auto
     from ds_basisrot.optim.basis_rotation import BasisRotation
 
     try:
+        config, _ = without_auto(config)
         validate(config)
     except ConfigError as error:
         raise CommandError(f"{path}: {error}") from error
@@ -82,7 +83,7 @@ def _optimizer_options(config: dict[str, Any], path: Path) -> dict[str, Any]:
     if not is_basis_rotation(block.get("type")):
         raise CommandError(f'{path}: optimizer.type: is {block.get("type")!r}; set it to "BasisRotation", whose costs are planned here')
     defaults = {name: p.default for name, p in inspect.signature(BasisRotation).parameters.items() if p.default is not p.empty}
-    return {**defaults, **(block.get("params") or {})}
+    return {**defaults, **optimizer_params(block)}
 
 
 def _print(figures: dict[str, Any], json_target: str | None) -> None:

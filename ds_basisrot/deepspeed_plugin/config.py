@@ -29,6 +29,12 @@ NOT_OURS = {
     "staleness": "not set in the JSON; remove it, the pipeline engine knows how late the gradients of each stage are",
 }
 
+# What Hugging Face's Trainer and accelerate put a value in the place of; they refuse every "auto" that they do not know.
+AUTO = "auto"
+
+# Values of parameters that have a second name for that reason.
+SECOND_NAMES = {"geometry": {"automatic": AUTO}}
+
 # What DeepSpeed itself reads in "pipeline"; it accepts any other key without a word.
 DEEPSPEED_PIPELINE_KEYS = (
     "stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned", "use_reentrant",
@@ -100,12 +106,47 @@ def check_optimizer_type(optimizer_type: Any) -> None:
         raise ConfigError(f"optimizer.type: unknown {optimizer_type!r}; did you mean {OPTIMIZER_TYPE!r}?")
 
 
+def optimizer_params(block: Mapping[str, Any]) -> dict[str, Any]:
+    """The "params" of a BasisRotation block, with the first names of values that have two."""
+    params = _block(block, "params", "optimizer.")
+    return {name: SECOND_NAMES[name].get(str(value), value) if name in SECOND_NAMES else value for name, value in params.items()}
+
+
+def without_auto(config: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any], list[str]]:
+    """A ds_config without what Hugging Face's Trainer or accelerate will fill in, and the names of that.
+
+    Raises:
+        ConfigError: a value of ours that is called "auto" as well, which they would refuse.
+    """
+    kept, left = {}, []
+    for key, value in config.items():
+        name = f"{where}{key}"
+        if isinstance(value, Mapping):
+            kept[key], inner = without_auto(value, f"{name}.")
+            left += inner
+        elif value == AUTO and key not in SECOND_NAMES:
+            left.append(name)
+        else:
+            kept[key] = value
+    params = _block(_block(config, "optimizer"), "params", "optimizer.") if not where else {}
+    for name, second in SECOND_NAMES.items():
+        if left and params.get(name) == AUTO:
+            raise ConfigError(
+                f'optimizer.params.{name}: Hugging Face\'s Trainer and accelerate refuse an "auto" that is not theirs; '
+                f"write {next(iter(second))!r}, which means the same"
+            )
+    return kept, left
+
+
 def check_optimizer_params(params: Mapping[str, Any]) -> None:
     """Check the "params" of a BasisRotation block.
 
     Raises:
         ConfigError: naming the parameter.
     """
+    for name, value in params.items():
+        if value == AUTO and name not in SECOND_NAMES:
+            raise ConfigError(f'optimizer.params.{name}: "auto" is for Hugging Face\'s Trainer or accelerate to fill in; give a value here')
     for name, instead in NOT_OURS.items():
         if name in params:
             raise ConfigError(f"optimizer.params.{name}: {instead}")
@@ -216,7 +257,7 @@ def validate(config: Mapping[str, Any]) -> list[str]:
             raise ConfigError(f"gradient_clipping: must be a number >= 0, got {clipping!r}")
     if is_basis_rotation(kind):
         _check_keys(optimizer, OPTIMIZER_KEYS, "optimizer")
-        check_optimizer_params(_block(optimizer, "params", "optimizer."))
+        check_optimizer_params(optimizer_params(optimizer))
         check_optimizer_setting(config)
     else:
         check_optimizer_type(kind)
@@ -249,7 +290,8 @@ def _zero_stage(config: Mapping[str, Any]) -> int:
 
 
 def _precision(config: Mapping[str, Any]) -> str:
-    return next((name for name in MASTER_WEIGHTS if _block(config, name).get("enabled")), "fp32")
+    # "auto" is for Hugging Face's Trainer to decide, and looked at again when the engine is built
+    return next((name for name in MASTER_WEIGHTS if _block(config, name).get("enabled") not in (None, False, "auto")), "fp32")
 
 
 def _autocasts_to_float16(config: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from ..optim.basis_rotation import BasisRotation
 from ..optim.routing import describe, is_linear, named_rotation, pattern_matches, route
 from ..sharding.optimizer import ShardedBasisRotation
 from . import agreement
-from .config import DIAGNOSTICS_PERIOD, ConfigError, pipeline_options
+from .config import DIAGNOSTICS_PERIOD, ConfigError, optimizer_params, pipeline_options
 from .diagnostics_events import write_diagnostics
 from .log import log, log_stage
 from .refusals import check_experts
@@ -29,7 +29,7 @@ def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) 
     sharded = is_sharded(engine)
     if not sharded:
         check_experts(engine.module, "optimizer.type: BasisRotation with zero_optimization.stage 0")
-    params = dict(params)
+    params = optimizer_params({"params": params})
     patterns, diagnostics_period = params.pop("rotate", None), params.pop(DIAGNOSTICS_PERIOD, 0)
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
 

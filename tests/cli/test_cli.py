@@ -44,6 +44,14 @@ def test_check_prints_what_the_configuration_activates(capsys, tmp_path):
     assert "BasisRotation" in capsys.readouterr().out
 
 
+def test_check_names_what_a_client_has_to_fill_in(capsys, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": "auto", "optimizer": {"type": "BasisRotation", "params": {"lr": "auto"}}}))
+    assert main(["check", str(path)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("accelerate to fill in: train_batch_size, optimizer.params.lr")
+
+
 def test_check_refuses_a_wrong_key_with_the_files_name(capsys, tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"optimizer": {"type": "BasisRotation", "params": {"lr": 1e-3, "geometri": "bilateral"}}}))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_basisrot.deepspeed_plugin.config import ConfigError, pipeline_options, validate
+from ds_basisrot.deepspeed_plugin.config import ConfigError, optimizer_params, pipeline_options, validate, without_auto
 from ds_basisrot.optim.refresh import ALLOCATIONS
 
 OPTIMIZER = {"type": "BasisRotation", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "refresh_period": 10}}
@@ -28,6 +28,37 @@ def test_every_allocation_and_the_plugin_s_own_key_are_accepted(params):
 @pytest.mark.parametrize("name", ["BasisRotation", "basisrotation", "BASISROTATION"])
 def test_any_letter_case_is_ours(name):
     assert validate(config(optimizer={**OPTIMIZER, "type": name}))[0] == "optimizer: BasisRotation"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}])
+def test_the_optimizer_goes_with_every_zero_stage_and_precision(stage, precision):
+    validate({"optimizer": OPTIMIZER, "zero_optimization": {"stage": stage}, **precision})
+
+
+def test_float16_goes_with_every_zero_stage_but_none():
+    for stage in (1, 2, 3):
+        validate({"optimizer": OPTIMIZER, "zero_optimization": {"stage": stage}, "fp16": {"enabled": True}})
+    with pytest.raises(ConfigError, match="fp16.enabled: without ZeRO, DeepSpeed 0.19 divides .* set zero_optimization.stage to 1"):
+        validate({"optimizer": OPTIMIZER, "fp16": {"enabled": True}})
+    validate({"optimizer": OPTIMIZER, "fp16": {"enabled": "auto"}})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "torch.float16", "fp16", "half"])
+def test_autocast_to_float16_goes_without_zero_only(dtype):
+    autocast = {"enabled": True, "dtype": dtype}
+    validate({"optimizer": OPTIMIZER, "torch_autocast": autocast})
+    with pytest.raises(ConfigError, match="torch_autocast.dtype: under ZeRO each rank decides alone .* use bfloat16"):
+        validate({"optimizer": OPTIMIZER, "torch_autocast": autocast, "zero_optimization": {"stage": 1}})
+    with pytest.raises(ConfigError, match="torch_autocast.dtype: async_1f1b cannot share a loss scale"):
+        validate({"torch_autocast": autocast, "pipeline": {"schedule": "async_1f1b"}})
+
+
+@pytest.mark.parametrize("block", ["bf16", "bfloat16", "fp16"])
+def test_master_weights_of_less_precision_are_refused(block):
+    key = f"{block[:2]}16_master_weights_and_grads"
+    with pytest.raises(ConfigError, match=f"{block}.{key}: BasisRotation keeps master weights in float32; remove it"):
+        validate({"optimizer": OPTIMIZER, "zero_optimization": {"stage": 1}, block: {"enabled": True, key: True}})
 
 
 def test_it_says_what_will_be_active():
@@ -61,7 +92,7 @@ def test_deepspeed_s_own_pipeline_keys_and_strangers_are_left_alone():
         ),
         ({"optimizer": optimizer(diagnostics_period=True)}, "optimizer.params.diagnostics_period: must be an integer >= 0"),
         ({"optimizer": optimizer(diagnostics_perid=5)}, "unknown key 'diagnostics_perid'; did you mean 'diagnostics_period'?"),
-        ({"optimizer": optimizer(lr="auto")}, "optimizer.params.lr: must be a number >= 0, got 'auto'"),
+        ({"optimizer": optimizer(lr="auto")}, 'optimizer.params.lr: "auto" is for Hugging Face\'s Trainer or accelerate to fill in'),
         ({"optimizer": optimizer(geometry="bilatral")}, "did you mean 'bilateral'?"),
         ({"optimizer": optimizer(rotate=["x"])}, "optimizer.params.rotate: must be"),
         ({"optimizer": {"type": "BasisRotaton"}}, "optimizer.type: unknown 'BasisRotaton'; did you mean 'BasisRotation'?"),
@@ -119,3 +150,24 @@ def test_a_fault_is_named_in_one_line(changes, message):
     with pytest.raises(ConfigError) as error:
         validate(config(**changes))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_a_client_fills_in_is_told_apart():
+    whole = {"train_batch_size": "auto", "bf16": {"enabled": "auto"}, "optimizer": optimizer(lr="auto"), "zero_optimization": {"stage": 2}}
+    kept, left = without_auto(whole)
+    assert left == ["train_batch_size", "bf16.enabled", "optimizer.params.lr"]
+    assert validate(kept)[0] == "optimizer: BasisRotation"
+    assert kept["zero_optimization"] == {"stage": 2} and "lr" not in kept["optimizer"]["params"]
+
+
+def test_the_second_name_of_auto_means_the_same():
+    assert (
+        optimizer_params(optimizer(geometry="automatic"))["geometry"] == optimizer_params(optimizer(geometry="auto"))["geometry"] == "auto"
+    )
+    validate(config(optimizer=optimizer(geometry="automatic")))
+
+
+def test_an_auto_of_ours_that_a_client_would_refuse_is_refused():
+    assert without_auto({"optimizer": optimizer(geometry="auto")})[1] == []
+    with pytest.raises(ConfigError, match="optimizer.params.geometry: .* write 'automatic'"):
+        without_auto({"train_batch_size": "auto", "optimizer": optimizer(geometry="auto")})
