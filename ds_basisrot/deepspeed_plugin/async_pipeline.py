@@ -131,7 +131,8 @@ class AsyncPipeline:
         """Cut, then save: a run that is resumed from here equals this one going on."""
         self.drain()
         tag = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
-        checkpoint.save(self.engine, save_dir, tag, self.trained)
+        if save_dir:  # DeepSpeed says what is wrong without one
+            checkpoint.save(self.engine, save_dir, tag, self.trained)
         return self._original["save_checkpoint"](save_dir, tag, *args, **kwargs)
 
     def _load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:

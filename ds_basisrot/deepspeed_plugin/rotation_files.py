@@ -9,6 +9,7 @@ Nothing in them is executed when they are read. The index is written last.
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,18 +22,20 @@ from safetensors.torch import save_file
 from ..sharding import states
 from ..sharding.optimizer import ShardedBasisRotation
 from .config import ConfigError
+from .log import log
 
 FORMAT = 1
 FOLDER = "basis_rotation"
 INDEX = "index.json"
 SEPARATOR = "|"
 
-PARTS = ("files", "matrices", "others", "layouts")
-"""Of the index: the files, the rotated matrices, counters of the other parameters, layouts of the rotated parameters; each by name."""
+PARTS = ("files", "matrices", "others", "layouts", "options")
+"""Of the index, each by name: the files, the rotated matrices, counters of the other parameters, layouts of the rotated parameters, options
+of the groups by their first parameters."""
 
 
-def write(optimizer: ShardedBasisRotation, folder: str, global_steps: int) -> None:
-    """Write the files into a checkpoint's folder. Every rank calls it.
+def write(optimizer: ShardedBasisRotation, folder: str, global_steps: int) -> str:
+    """Write the files into a checkpoint's folder. Every rank calls it; returns the mark of these files, equal on all.
 
     Args:
         folder: of the checkpoint's tag.
@@ -42,16 +45,18 @@ def write(optimizer: ShardedBasisRotation, folder: str, global_steps: int) -> No
         RuntimeError: on all ranks, where one could not write.
     """
     folder = os.path.join(folder, FOLDER)
-    parts = _all(lambda: _write_states(optimizer, folder))
+    parts = _all(lambda: _write_states(optimizer, folder), "write")
+    mark = parts[0]["mark"]
 
     def write_index() -> None:
         if _rank() == 0:
-            index: dict[str, Any] = {"format": FORMAT, "global_steps": global_steps}
+            index: dict[str, Any] = {"format": FORMAT, "global_steps": global_steps, "mark": mark}
             index |= {key: {name: value for part in parts for name, value in part[key].items()} for key in PARTS}
             with _replacing(os.path.join(folder, INDEX)) as partial, open(partial, "w") as file:
                 json.dump(index, file)
 
-    _all(write_index)
+    _all(write_index, "write")
+    return mark
 
 
 def _write_states(optimizer: ShardedBasisRotation, folder: str) -> dict[str, dict[str, Any]]:
@@ -66,7 +71,8 @@ def _write_states(optimizer: ShardedBasisRotation, folder: str) -> dict[str, dic
         save_file(tensors, partial, metadata={"format": str(FORMAT)})
         about = {"bytes": os.path.getsize(partial), "sha256": _sha256(partial)}
     others = states.flat_bookkeeping(optimizer)
-    return {"files": {name: about}, "matrices": matrices, "others": others, "layouts": states.layouts(optimizer)}
+    of_groups = {"layouts": states.layouts(optimizer), "options": states.options(optimizer)}
+    return {"mark": uuid.uuid4().hex, "files": {name: about}, "matrices": matrices, "others": others, **of_groups}
 
 
 @contextmanager
@@ -103,14 +109,24 @@ def read(optimizer: ShardedBasisRotation, folder: str, index: Mapping[str, Any])
         ConfigError: a file that is missing, truncated or altered, by its name, or of another model or routing.
     """
     reader = _Reader(os.path.join(folder, FOLDER), index)
-    _all(lambda: states.restore(optimizer, reader.state, set(index["matrices"]), index["others"], index["layouts"]))
+
+    def restore() -> list[str]:
+        states.restore(optimizer, reader.state, set(index["matrices"]), index["others"], index["layouts"])
+        states.restore_options(optimizer, index["options"])
+        return [name for buffer in optimizer.buffers for name in buffer.names if name in index["matrices"]]
+
+    known = set().union(*_all(restore, "read"))
+    unknown = [name for name in index["matrices"] if name not in known]
+    if unknown:
+        named = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+        log(f"{reader.folder}: the states of {len(unknown)} matrices ({named}) are dropped, this run has none of their names to train")
 
 
 class _Reader:
     """Reads states of matrices; checks each file that it reads from before the first of them."""
 
     def __init__(self, folder: str, index: Mapping[str, Any]):
-        self._folder, self._index = folder, index
+        self.folder, self._index = folder, index
         self._checked: set[str] = set()
 
     def state(self, matrix: str) -> dict[str, Any] | None:
@@ -119,7 +135,7 @@ class _Reader:
         if entry is None:
             return None
         name = entry["file"]
-        path = os.path.join(self._folder, name)
+        path = os.path.join(self.folder, name)
         self._check(name, path)
         try:
             with safe_open(path, framework="pt") as file:
@@ -168,7 +184,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _all(action: Callable[[], Any]) -> list[Any]:
+def _all(action: Callable[[], Any], what: str) -> list[Any]:
     """Do something on every rank; returns what each made of it, by rank.
 
     Raises:
@@ -176,13 +192,14 @@ def _all(action: Callable[[], Any]) -> list[Any]:
     """
     try:
         result, fault, refused = action(), None, False
-    except (ValueError, OSError, SafetensorError) as error:
-        result, fault, refused = None, str(error), isinstance(error, ValueError)
+    except Exception as error:  # whatever it is, out of memory for one: the others are waiting
+        refused = isinstance(error, ValueError)
+        result, fault = None, str(error) if refused else f"{type(error).__name__}: {error}"
     results = [(result, fault, refused)]
     if dist.is_initialized():
         results = [None] * dist.get_world_size()
         dist.all_gather_object(results, (result, fault, refused))
     for rank, (_, fault, refused) in enumerate(results):
         if fault is not None:
-            raise ConfigError(fault) if refused else RuntimeError(f"rank {rank} could not write the rotation states: {fault}")
+            raise ConfigError(fault) if refused else RuntimeError(f"rank {rank} could not {what} the rotation states: {fault}")
     return [result for result, _, _ in results]

@@ -1,10 +1,12 @@
 """What DeepSpeed's wrappers put into their flat buffers, for a sharded BasisRotation inside them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero import utils
 from deepspeed.utils import groups
 from torch import Tensor
@@ -35,7 +37,7 @@ def bind(optimizer: ShardedBasisRotation, wrapper: Any, engine: Any) -> None:
         raise ConfigError(f"zero_optimization: BasisRotation does not know DeepSpeed's {kind}; use ZeRO 0 to 3 without other options")
     read, attributes = layout
     private_names.check(wrapper, attributes, kind)
-    optimizer.bind(list(read(wrapper, engine.param_names)))
+    optimizer.bind([_of_its_stage(flat, engine.module) for flat in read(wrapper, engine.param_names)])
     for ownership in optimizer.ownership.values():
         ranks, moving = len(ownership.state_bytes), sum(not unit.stays for buffer in optimizer.buffers for unit, *_ in buffer.units)
         log_stage(
@@ -63,15 +65,23 @@ def _bf16(wrapper: Any, names: Mapping[Tensor, str]) -> Iterator[Flat]:
 def _partitions(buffer: Tensor, group: Any, placed: Sequence[tuple[Tensor, int]], names: Mapping[Tensor, str]) -> Flat:
     """Parameters one after the other, cut into as many equal parts as there are ranks."""
     parameters = [(names[p], cut_in_buffer(first, p.numel(), buffer.numel())) for p, first in placed]
-    return Flat(buffer, group, tuple(parameters), _label([p for p, _ in placed]))
+    labels = {names[p]: label for p, _ in placed if (label := _label(p))}
+    return Flat(buffer, group, tuple(parameters), labels)
 
 
-def _label(parameters: Sequence[Tensor]) -> str:
+def _label(p: Tensor) -> str:
     """What sets experts apart that bear one name on the ranks of an expert-parallel group."""
-    experts = next((p for p in parameters if is_moe_param(p)), None)
-    if experts is None or groups._get_expert_parallel_world_size(experts.group_name) == 1:
+    if not is_moe_param(p) or groups._get_expert_parallel_world_size(p.group_name) == 1:
         return ""
-    return f"expert rank {groups._get_expert_parallel_rank(experts.group_name)}: "
+    return f"expert rank {groups._get_expert_parallel_rank(p.group_name)}: "
+
+
+def _of_its_stage(flat: Flat, module: Any) -> Flat:
+    """Pipeline stages share modules under one name, and often only one parameter of them: the others need the stage to be told apart."""
+    if not isinstance(module, PipelineModule):
+        return flat
+    shared = {name: f"stage {module.stage_id}: " for name, _ in flat.parameters if name.startswith("tied_modules.")}
+    return replace(flat, labels={**flat.labels, **shared})
 
 
 def _stage_3(wrapper: Any, names: Mapping[Tensor, str]) -> Iterator[Flat]:

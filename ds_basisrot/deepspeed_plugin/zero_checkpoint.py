@@ -11,7 +11,8 @@ from . import rotation_files
 from .config import ConfigError
 from .log import log
 
-# In the client state of a checkpoint: the folder that our files were written into, which DeepSpeed's tools leave where it is.
+# In the client state of a checkpoint: the tag that our files were saved under, and the mark that is in their index too. DeepSpeed's tools
+# leave our files where they are, and other optimizers leave old ones behind under a tag that they save anew.
 CLIENT_KEY = "ds_basisrot_folder"
 
 
@@ -23,9 +24,9 @@ def save(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
     if not arguments["save_dir"]:
         return original(*bound.args, **bound.kwargs)
     arguments["tag"] = f"global_step{engine.global_steps}" if arguments["tag"] is None else str(arguments["tag"])
-    arguments["client_state"] = {**arguments["client_state"], CLIENT_KEY: arguments["tag"]}
     optimizer.settle()
-    rotation_files.write(optimizer, os.path.join(arguments["save_dir"], arguments["tag"]), engine.global_steps)
+    mark = rotation_files.write(optimizer, os.path.join(arguments["save_dir"], arguments["tag"]), engine.global_steps)
+    arguments["client_state"] = {**arguments["client_state"], CLIENT_KEY: {"tag": arguments["tag"], "mark": mark}}
     states.add_flat_states(optimizer)
     try:
         return original(*bound.args, **bound.kwargs)
@@ -39,18 +40,35 @@ def load(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
     bound.apply_defaults()
     arguments, optimizer = bound.arguments, engine.basic_optimizer
     kept = [{k: v for k, v in group.items() if k != "params" and k not in RESTORED_OPTIONS} for group in optimizer.param_groups]
-    path, client_state = load_with_bf16_states(engine, original, *args, **kwargs)
-    for group, options in zip(optimizer.param_groups, kept):
-        group.update(options)
-    saved_as = client_state.pop(CLIENT_KEY, None) if client_state else None
-    if path is None or arguments["load_module_only"] or not arguments["load_optimizer_states"]:
+    try:
+        path, client_state = load_with_bf16_states(engine, original, *args, **kwargs)
+        for group, options in zip(optimizer.param_groups, kept):
+            group.update(options)
+        saved = client_state.pop(CLIENT_KEY, None) if client_state else None
+        if path is not None and arguments["load_optimizer_states"] and not arguments["load_module_only"]:
+            _load_states(engine, arguments["load_dir"], path, saved)
+    finally:
         states.drop_flat_states(optimizer)
-        return path, client_state
+        _unlink(engine)
+    return path, client_state
+
+
+def _load_states(engine: Any, load_dir: str, path: str, saved: dict[str, str] | None) -> None:
+    """Our files of the checkpoint that DeepSpeed has loaded from `path`, or Adam's flat states.
+
+    Args:
+        saved: what `save` put into the client state; None: another optimizer saved this.
+    """
+    optimizer = engine.basic_optimizer
     folder = path if os.path.isdir(path) else os.path.dirname(path)
-    folders = [folder] + ([os.path.join(os.path.dirname(folder), saved_as)] if saved_as else [])
-    found = rotation_files.find(folders)
+    found = rotation_files.find([folder, os.path.join(load_dir, saved["tag"])] if saved else [])
     if found is not None:
         where, index = found
+        if index["mark"] != saved["mark"]:
+            raise ConfigError(
+                f"{os.path.join(where, rotation_files.FOLDER)} is not what was saved with the checkpoint {folder}: put the files of that "
+                "one there, or remove the folder to start with fresh bases"
+            )
         if index["global_steps"] != engine.global_steps:
             raise ConfigError(
                 f"{os.path.join(where, rotation_files.FOLDER)} is of update {index['global_steps']}, the checkpoint {folder} of "
@@ -59,8 +77,8 @@ def load(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
         rotation_files.read(optimizer, where, index)
     elif states.restore_from_adam(optimizer, engine.global_steps):
         log(f"{folder} has no rotation states: bases start anew, Adam's momentum is kept")
-    _unlink(engine)
-    return path, client_state
+    else:
+        log(f"{folder} has no optimizer states: momenta and bases start anew")
 
 
 def load_with_bf16_states(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ..optim.gradient_gate import largest_elements
+from ..optim.gradient_gate import Gate, largest_elements
 from ..optim.roles import Role
 from .exchange import Exchange, messages
 from .units import Piece, Unit, units_of
@@ -22,13 +23,14 @@ class Flat:
         buffer: this rank's `[k]`; the optimizer finds it in a group, with its gradient.
         group: process group over which the parameters are sliced; None: the default one.
         parameters: name and slices, on all ranks, of each parameter in it; the same on every rank of the group.
-        label: put before the names in checkpoints, where parameters of equal names differ between process groups (experts).
+        labels: by parameter, what is put before the name in checkpoints, where parameters of equal names differ between process groups
+            (experts, modules that pipeline stages share in part).
     """
 
     buffer: Tensor
     group: Any
     parameters: Sequence[tuple[str, Sequence[Piece]]]
-    label: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -104,7 +106,7 @@ class Buffer:
     members: list[Member] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     started: list[bool] = field(default_factory=list)  # of everything in it: whether there ever was a gradient
-    names: list[str] = field(default_factory=list)  # of the same, with the label
+    names: list[str] = field(default_factory=list)  # of the same, with the labels
     _pieces: list[tuple[int, Piece]] = field(default_factory=list)  # on this rank, with the index of what they are of
     _unit_indices: list[int] = field(default_factory=list)
 
@@ -113,15 +115,14 @@ class Buffer:
         """Of everything in it."""
         return len(self.started)
 
-    @property
-    def label(self) -> str:
+    def label(self, parameter: str) -> str:
         """See `Flat`."""
-        return self.flat.label
+        return self.flat.labels.get(parameter, "")
 
     def add(self, name: str, shape: tuple[int, ...], role: Role, pieces: tuple[Piece, ...]) -> None:
         """Append a parameter."""
         if not role.stacks:
-            self._add_pieces(name, pieces)
+            self._add_pieces(name, name, pieces)
             own = next((piece for piece in pieces if piece.rank == self.rank), None)
             if own is not None:
                 self.members.append(
@@ -129,12 +130,12 @@ class Buffer:
                 )
             return
         for index, unit in enumerate(units_of(name, shape, role, pieces)):
-            self._add_pieces(unit.name, unit.pieces)
+            self._add_pieces(name, unit.name, unit.pieces)
             self._unit_indices.append(self.count - 1)
             self.units.append((unit, name, index))
 
-    def _add_pieces(self, name: str, pieces: Sequence[Piece]) -> None:
-        self.names.append(self.label + name)
+    def _add_pieces(self, parameter: str, name: str, pieces: Sequence[Piece]) -> None:
+        self.names.append(self.label(parameter) + name)
         self._pieces += [(self.count, piece) for piece in pieces if piece.rank == self.rank]
         self.started.append(False)
 
@@ -155,6 +156,14 @@ class Buffer:
             mine = [owned[unit.name] for unit in batch if unit.owner == self.rank]
             self.messages.append(Message(Exchange(batch, self.flat.group, device), mine, held))
 
+    def largest(self, number: int) -> int:
+        """The largest of the numbers that the ranks of the group give."""
+        if self.ranks == 1:
+            return number
+        of_all = torch.tensor(number, device=self.flat.buffer.device)
+        dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=self.flat.group)
+        return int(of_all)
+
     def own_sizes(self) -> Tensor:
         """Largest elements in this rank's slices of the gradients of everything, zero for what it has no slice of: float64 `[count]`."""
         sizes = torch.zeros(self.count, dtype=torch.float64, device=self.flat.buffer.device)
@@ -167,9 +176,9 @@ class Buffer:
         """Of values for everything `[count]`, those of the members."""
         return sizes[self._member_indices]
 
-    def note_started(self, sizes: Tensor) -> None:
-        """Remember what has had a gradient; from then on it decays."""
-        if not all(self.started):
+    def note_started(self, sizes: Tensor, gate: Gate) -> None:
+        """Remember what has had a gradient in an update that the gate let through; from then on it decays."""
+        if not all(self.started) and (gate.flag is None or bool(gate.flag)):
             self.started = [was or size > 0.0 for was, size in zip(self.started, sizes.tolist())]
 
     def place_members(self) -> None:

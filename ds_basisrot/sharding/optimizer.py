@@ -72,8 +72,10 @@ class ShardedBasisRotation(torch.optim.Optimizer):
 
     def states_of_groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """(options, state) of everything on this rank that has a state."""
+        present = {id(built): group for built, group in zip(self.blueprint.param_groups, self.param_groups)}
         members = [member for buffer in self.buffers for member in buffer.members]
-        return ((self.options_of(member.parameter), self.own_states[member.p]) for member in members if self.own_states.get(member.p))
+        states = ((present[id(self.options_of(member.parameter))], self.own_states.get(member.p)) for member in members)
+        return ((options, state) for options, state in states if state)
 
     def state_bytes(self) -> int:
         """Bytes of the states of rotated matrices on this rank."""
@@ -208,11 +210,11 @@ class ShardedBasisRotation(torch.optim.Optimizer):
         theirs = torch.cat([bound.of_members(its) for its, (_, bound) in zip(sizes_of, batch)])
         work: Work = [(options, member.p) for options, member in members]
         decision = updates._decide(work, theirs, lambda usable: _all_agree(usable, sizes.device, group))
-        if decision is None:
-            return
-        admitted, gate = {id(p) for _, p in decision[0]}, decision[1]
+        # A skipped update exchanges like any other: on an accelerator, ranks without cold matrices do not know yet that it is one.
+        admitted_work, gate = decision or ([], Gate(torch.zeros((), dtype=torch.bool, device=sizes.device)))
+        admitted = {id(p) for _, p in admitted_work}
         for its, (_, bound) in zip(sizes_of, batch):
-            bound.note_started(its)
+            bound.note_started(its, gate)
 
         def update(chosen: "list[Member]", options: dict) -> None:
             updates._update([(options, member.p) for member in chosen if id(member.p) in admitted], gate)

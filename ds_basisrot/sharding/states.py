@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..optim.adam_state import from_adam, to_adam
+from ..optim.basis_rotation import RESTORED_OPTIONS
 from ..optim.loading import loaded_state
 from ..optim.state import MOMENTUM, SCALE, SECOND_MOMENT, STEP
 from .buffers import Buffer, Member
@@ -16,7 +17,7 @@ from .optimizer import ShardedBasisRotation
 def named_states(optimizer: ShardedBasisRotation) -> dict[str, dict[str, Any]]:
     """States of the rotated matrices that this rank owns, by name; the tensors are the optimizer's own."""
     return {
-        buffer.label + member.name: state
+        buffer.label(member.parameter) + member.name: state
         for buffer in optimizer.buffers
         for member in buffer.members
         if member.role.stacks and (state := optimizer.own_states.get(member.p))
@@ -30,10 +31,27 @@ def layouts(optimizer: ShardedBasisRotation) -> dict[str, Any]:
     }
 
 
+def options(optimizer: ShardedBasisRotation) -> dict[str, dict[str, Any]]:
+    """What a checkpoint restores in each group, by the group's first parameter."""
+    groups = zip(optimizer.blueprint.param_groups, optimizer.param_groups)
+    return {own["param_names"][0]: {key: _plain(group[key]) for key in RESTORED_OPTIONS if key in group} for own, group in groups}
+
+
+def restore_options(optimizer: ShardedBasisRotation, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Take up `options`, as DeepSpeed's universal checkpoints of ZeRO 3 give every group those of the first one."""
+    for own, group in zip(optimizer.blueprint.param_groups, optimizer.param_groups):
+        its = saved.get(own["param_names"][0], {})
+        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in its.items()})
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if torch.is_tensor(value) else value
+
+
 def flat_bookkeeping(optimizer: ShardedBasisRotation) -> dict[str, dict[str, Any]]:
     """Updates made and unit of the parameters that are not rotated and of which this rank holds a slice, by name."""
     return {
-        buffer.label + member.name: {STEP: state[STEP], SCALE: state[SCALE]}
+        buffer.label(member.parameter) + member.name: {STEP: state[STEP], SCALE: state[SCALE]}
         for buffer in optimizer.buffers
         for member in buffer.members
         if not member.role.stacks and (state := optimizer.own_states.get(member.p))
@@ -65,6 +83,7 @@ def add_flat_states(optimizer: ShardedBasisRotation) -> None:
                 slices = message.exchange.scatter({**zeros, **own}).wait()
                 for unit, _, piece in message.held:
                     piece.of(flat[key]).copy_(slices[unit.name])
+        flat[STEP] = buffer.largest(flat[STEP])  # a rank that holds slices alone has no state that counts
         optimizer.state[buffer.flat.buffer] = flat
 
 
@@ -93,11 +112,20 @@ def restore(
         ValueError: the state is of another model, routing, layout, geometry or source.
     """
     states: dict[Tensor, dict[str, Any]] = {}
+    rotated = {name.partition("[")[0] for name in started}
     for buffer in optimizer.buffers:
         flat = optimizer.state.get(buffer.flat.buffer)
         buffer.started = [name in started or name in bookkeeping for name in buffer.names]
         for member in buffer.members:
-            name = buffer.label + member.name
+            label = buffer.label(member.parameter)
+            name, parameter = label + member.name, label + member.parameter
+            otherwise = started & {parameter} if name != parameter else {each for each in (f"{name}[0]",) if each in started}
+            if parameter in (bookkeeping if member.role.stacks else rotated) or otherwise:
+                raise ValueError(
+                    f"the saved state of {member.role.name} is of another kind: rotated then and not now, not then and now, or as other "
+                    "matrices; resume with the rotate and max_dim it was saved with, or remove the folder of the rotation states to start "
+                    "with fresh bases"
+                )
             if member.role.stacks:
                 saved = find(name)
                 if saved:
