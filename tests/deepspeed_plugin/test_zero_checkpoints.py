@@ -23,15 +23,29 @@ RESUMED = [{"name": f"resumed-{stage}", "stage": stage, "load": f"saved-{stage}/
     {"name": "resumed-from-adam-without-zero", "stage": 0, "load": "saved-by-adam-without-zero/checkpoint"},
     {"name": "resumed-by-adam", "stage": 1, "optimizer": "AdamW", "load": "saved-1/checkpoint"},
     {"name": "without-files", "stage": 1, "load": "without-files-of-1"},
+    {"name": "with-stale-files", "stage": 1, "load": "stale-files-of-1"},
 ]
 # DeepSpeed names the files of stage 3 otherwise, so that universal checkpoints do not go from one kind to the other.
 UNIVERSAL = [
     {"name": f"universal-{saved}-as-{stage}", "stage": stage, "load": f"saved-{saved}/checkpoint", "load_universal": True}
     for saved, stage in ((1, 1), (1, 2), (3, 3))
 ]
-DAMAGES = ("truncated", "altered", "missing", "index-damaged", "of-another-update", "of-another-routing")
-DAMAGED = [{"name": f"refused-{damage}", "stage": 1, "load": f"damaged-{damage}", "refused": True} for damage in DAMAGES]
-DAMAGED[-1] |= {"params": {"geometry": "unilateral"}}
+# What is done to a checkpoint, or how else the one who loads it is configured -> words of the refusal.
+DAMAGES = {
+    "truncated": ["rank_00001.safetensors", "truncated"],
+    "altered": ["rank_00001.safetensors", "altered"],
+    "missing": ["rank_00001.safetensors", "missing"],
+    "index-damaged": ["index.json", "damaged"],
+    "of-another-update": ["update 12", "13"],
+    "of-another-save": ["basis_rotation", "not what was saved"],
+    "of-another-geometry": ["geometry"],
+    "of-another-routing": ["blocks.0.up.weight", "rotate"],
+}
+OTHERWISE = {"of-another-geometry": {"geometry": "unilateral"}, "of-another-routing": {"rotate": {"exclude": ["blocks.0.up.weight"]}}}
+DAMAGED = [
+    {"name": f"refused-{damage}", "stage": 1, "load": f"damaged-{damage}", "refused": True, "params": OTHERWISE.get(damage, {})}
+    for damage in DAMAGES
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +56,9 @@ def out(tmp_path_factory):
         list(pool.map(to_universal, [out / f"saved-{stage}" / "checkpoint" / f"global_step{SAVED_AFTER}" for stage in (1, 3)]))
     copy = shutil.copytree(out / "saved-1" / "checkpoint", out / "without-files-of-1")
     shutil.rmtree(copy / f"global_step{SAVED_AFTER}" / "basis_rotation")
+    ours = out / "saved-1" / "checkpoint" / f"global_step{SAVED_AFTER}" / "basis_rotation"
+    copy = shutil.copytree(out / "saved-by-adam" / "checkpoint", out / "stale-files-of-1")
+    shutil.copytree(ours, copy / f"global_step{SAVED_AFTER}" / "basis_rotation")
     for damage in DAMAGES:
         copy = shutil.copytree(out / "saved-1" / "checkpoint", out / f"damaged-{damage}")
         spoil(copy / f"global_step{SAVED_AFTER}" / "basis_rotation", damage)
@@ -74,6 +91,8 @@ def spoil(folder, damage):
         index.write_text(index.read_text()[:-100])
     elif damage == "of-another-update":
         index.write_text(json.dumps(about | {"global_steps": 12}))
+    elif damage == "of-another-save":
+        index.write_text(json.dumps(about | {"mark": "another"}))
 
 
 def load(out, name, rank=0):
@@ -142,17 +161,11 @@ def test_without_our_files_bases_start_anew(out):
     assert fresh["losses"][-1] < whole["losses"][SAVED_AFTER]
 
 
-@pytest.mark.parametrize(
-    "damage, words",
-    [
-        ("truncated", ["rank_00001.safetensors", "truncated"]),
-        ("altered", ["rank_00001.safetensors", "altered"]),
-        ("missing", ["rank_00001.safetensors", "missing"]),
-        ("index-damaged", ["index.json", "damaged"]),
-        ("of-another-update", ["update 12", "13"]),
-        ("of-another-routing", ["geometry"]),
-    ],
-)
+def test_files_that_another_run_left_behind_are_ignored(out):
+    assert difference(load(out, "with-stale-files"), load(out, "resumed-from-adam")) == 0.0
+
+
+@pytest.mark.parametrize("damage, words", DAMAGES.items())
 def test_damaged_files_are_named_on_all_ranks(out, damage, words):
     for rank in range(2):
         message = load(out, f"refused-{damage}", rank)["message"]
