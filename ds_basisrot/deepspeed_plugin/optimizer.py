@@ -28,7 +28,7 @@ def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) 
     """
     sharded = is_sharded(engine)
     if not sharded:
-        check_experts(engine.module, "optimizer.type: BasisRotation with zero_optimization.stage 0")
+        check_experts(engine.module, "zero_optimization.stage: BasisRotation with stage 0", ", or set it to 1")
     params = optimizer_params({"params": params})
     patterns, diagnostics_period = params.pop("rotate", None), params.pop(DIAGNOSTICS_PERIOD, 0)
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
@@ -100,12 +100,11 @@ def whole_shapes(module: nn.Module) -> Iterator[None]:
 
 
 def _gradient_dtype(engine: Any) -> torch.dtype | None:
-    """The precision in which gradients are computed, if it is not that of the parameters."""
-    if engine.bfloat16_enabled():
-        return torch.bfloat16
+    """The least precision in which gradients are computed, added up or sent; None for float32."""
+    dtypes = {*engine.get_data_types(), engine.communication_data_type}
     if engine.torch_autocast_enabled():
-        return engine.torch_autocast_dtype()
-    return torch.float16 if engine.fp16_enabled() else None
+        dtypes.add(engine.torch_autocast_dtype())
+    return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), None)
 
 
 def _holds_output(module: nn.Module) -> bool:

@@ -30,8 +30,12 @@ def check_before_build(engine_class: type, arguments: dict[str, Any]) -> None:
         raise ConfigError("optimizer: async_1f1b trains, so it needs an optimizer; add an optimizer block to the JSON")
 
 
-def check_experts(module: Any, what: str) -> None:
+def check_experts(module: Any, what: str, otherwise: str = "") -> None:
     """Refuse experts that are spread over ranks: norms and skipped updates would have to be agreed on between the replicas.
+
+    Args:
+        what: does not go with them.
+        otherwise: what else to do.
 
     Raises:
         ConfigError: naming the layer.
@@ -39,7 +43,9 @@ def check_experts(module: Any, what: str) -> None:
     for name, layer in module.named_modules():
         ranks = getattr(layer, "ep_size", 1)
         if isinstance(ranks, int) and ranks > 1:
-            raise ConfigError(f"{what} does not go with expert parallelism yet; build {name} ({type(layer).__name__}) with ep_size=1")
+            raise ConfigError(
+                f"{what} does not go with expert parallelism yet; build {name} ({type(layer).__name__}) with ep_size=1{otherwise}"
+            )
 
 
 def _check_layers(module: PipelineModule) -> None:

@@ -37,9 +37,12 @@ CLIPPED = [{"name": "clipped-zero", "optimizer": "BasisRotation", "clip": 0.05, 
     for setting in SETTINGS
     if "bf16" in setting
 ]
+# Stages share a module of one name, but only one of its parameters; DeepSpeed's own schedule.
+TIED = {"name": "tied", "optimizer": "BasisRotation", "tied": True, "schedule": "1f1b", "config": ZERO, "save_after": 5}
+TIED_RESUMED = {**TIED, "name": "tied-resumed", "save_after": None, "load": "tied"}
 EVALUATED = {"name": "evaluated", "optimizer": "BasisRotation", "config": {**BF16, **ZERO}, "eval_after": [1, 2, 7]}
 JOBS = {
-    2: [*COMPARED, *RESUMED, *CLIPPED, EVALUATED],
+    2: [*COMPARED, *RESUMED, *CLIPPED, EVALUATED, TIED, TIED_RESUMED],
     4: [*COMPARED, *REPLICATED, *RESUMED, *RESUMED_REPLICATED],
 }
 

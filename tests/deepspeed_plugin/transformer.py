@@ -1,24 +1,36 @@
 """A small Transformer with matrices of every kind, most of them not square, and its data."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 from torch.nn import functional
 
-BATCH, LENGTH, VOCABULARY = 8, 6, 23
+BATCH, LENGTH, VOCABULARY, EXPERTS = 8, 6, 23, 4
 
 
 class Experts(nn.Module):
-    """Experts as two stacked weights; a token's own softmax mixes all of them."""
+    """Gated MLPs as two stacked weights."""
 
-    def __init__(self, count, width, inner):
+    def __init__(self, width, inner):
         super().__init__()
-        self.up = nn.Parameter(torch.randn(count, inner, width) * width**-0.5)
-        self.down = nn.Parameter(torch.randn(count, width, inner) * inner**-0.5)
+        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * inner, width) * width**-0.5)
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, width, inner) * inner**-0.5)
 
     def forward(self, x):
-        mixture = x[..., : len(self.up)].softmax(-1)
-        hidden = torch.einsum("...w,eiw->...ei", x, self.up)
-        return torch.einsum("...ei,ewi,...e->...w", functional.silu(hidden), self.down, mixture)
+        gate, up = torch.einsum("...w,eiw->...ei", x, self.gate_up_proj).chunk(2, -1)
+        return torch.einsum("...ei,ewi->...ew", functional.silu(gate) * up, self.down_proj)
+
+
+class Mixture(nn.Module):
+    """A mixture of all experts, with modules and names as in Mixtral: DeepSpeed can replace it by its own."""
+
+    def __init__(self, width, inner):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(width, EXPERTS, bias=False), Experts(width, inner)
+
+    def forward(self, x):
+        return (self.experts(x) * self.gate(x).softmax(-1).unsqueeze(-1)).sum(-2)
 
 
 class Block(nn.Module):
@@ -58,6 +70,7 @@ class Transformer(nn.Module):
 
     def __init__(self, width=12, heads=2, inner=20, depth=2, mixture=None, tied=False, frozen=()):
         super().__init__()
+        self.config = SimpleNamespace(num_local_experts=EXPERTS, num_experts_per_tok=EXPERTS, hidden_act="silu")
         self.embedding = nn.Embedding(VOCABULARY, width)
         mixtures = [None] * (depth - 1) + [mixture and mixture(width, inner)]
         self.blocks = nn.ModuleList(Block(width, heads, inner, each) for each in mixtures)
