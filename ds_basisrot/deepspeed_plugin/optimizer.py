@@ -68,9 +68,10 @@ def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) 
         )
     _log(engine, routes, described)
     _log_allocation(engine, optimizer)
+    optimizer.layout_independent = True  # as sharded ones are
     if sharded:
         optimizer = ShardedBasisRotation(optimizer, [[p for p in group["params"] if is_optimized(p)] for group in given])
-    optimizer.gradient_dtype, optimizer.layout_independent = _gradient_dtype(engine), True
+    optimizer.gradient_dtype = _gradient_dtype(engine)
     if diagnostics_period > 0:
         write_diagnostics(engine, optimizer, diagnostics_period)
     return optimizer

@@ -39,11 +39,11 @@ def bind(optimizer: ShardedBasisRotation, wrapper: Any, engine: Any) -> None:
     private_names.check(wrapper, attributes, kind)
     optimizer.bind([_of_its_stage(flat, engine.module) for flat in read(wrapper, engine.param_names)])
     for ownership in optimizer.ownership.values():
-        ranks, moving = len(ownership.state_bytes), sum(not unit.stays for buffer in optimizer.buffers for unit, *_ in buffer.units)
         log_stage(
             engine,
-            f"{kind}: {len(ownership.owners)} matrices owned by {ranks} ranks, at most {max(ownership.state_bytes) / 1e6:.3g} MB of states "
-            f"each ({ownership.imbalance:.3g} of the mean), {moving} of them move",
+            f"{kind}: {len(ownership.owners)} matrices owned by {len(ownership.state_bytes)} ranks, at most "
+            f"{max(ownership.state_bytes) / 1e6:.3g} MB of states each ({ownership.imbalance:.3g} of the mean); in an update "
+            f"{sum(ownership.sent)} elements go to owners and back",
         )
 
 

@@ -13,7 +13,7 @@ from .log import log
 
 # In the client state of a checkpoint: the tag that our files were saved under, and the mark that is in their index too. DeepSpeed's tools
 # leave our files where they are, and other optimizers leave old ones behind under a tag that they save anew.
-CLIENT_KEY = "ds_basisrot_folder"
+CLIENT_KEY = "ds_basisrot"
 
 
 def save(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:

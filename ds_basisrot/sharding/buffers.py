@@ -139,7 +139,7 @@ class Buffer:
         self._pieces += [(self.count, piece) for piece in pieces if piece.rank == self.rank]
         self.started.append(False)
 
-    def settle(self) -> None:
+    def take_owners(self) -> None:
         """Owners are known: the matrices of this rank, and what moves when."""
         device, owned = self.flat.buffer.device, {}
         for (unit, parameter, _), index in zip(self.units, self._unit_indices):

@@ -156,7 +156,7 @@ class ShardedBasisRotation(torch.optim.Optimizer):
         before.update(zip(world, zip(ownership.madds, ownership.state_bytes)))
         self.ownership[",".join(map(str, world))] = ownership
         for bound in bounds:
-            bound.settle()
+            bound.take_owners()
 
     def _roles(self) -> dict[str, Role]:
         """The role of each parameter, by name."""

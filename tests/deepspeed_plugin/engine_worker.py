@@ -7,13 +7,12 @@ training, or the message of the error that a case with "refused" must end in. Al
 """
 
 import copy
-import json
 import os
-import sys
 
 import deepspeed
 import torch
 import torch.distributed as dist
+import worker
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from models import BATCH, OPTIMIZERS, WIDTH, Block, TakesTuple, blocks, microbatch, stream
 
@@ -151,24 +150,5 @@ def run(case, out):
     torch.save(result, os.path.join(folder, f"rank_{dist.get_rank()}.pt"))
 
 
-def run_refused(case, out):
-    try:
-        run(case, out)
-        message = None
-    except (ValueError, RuntimeError) as error:
-        message = str(error)
-    torch.save({"message": message}, os.path.join(out, case["name"], f"rank_{dist.get_rank()}.pt"))
-    dist.barrier()
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # no C++ build at start
-    deepspeed.init_distributed("gloo")
-    with open(sys.argv[1]) as file:
-        cases = json.load(file)
-    for each in cases:
-        (run_refused if each.get("refused") else run)(each, sys.argv[2])
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    worker.main(run)

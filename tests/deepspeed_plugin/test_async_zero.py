@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from processes import run_cases
-from simulate import largest_difference, load, simulate
+from simulate import largest_difference, simulate
 
 MAX_DIFFERENCE = 1e-6
 
@@ -47,21 +46,7 @@ JOBS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the engine's processes: sums in the same order
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folders = {}
-    for processes, cases in JOBS.items():
-        folders[processes] = tmp_path_factory.mktemp(f"async_zero_{processes}")
-        run_cases(processes, cases, folders[processes])
-    return lambda processes, name: load(folders[processes], name)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 from models import blocks
-from processes import run_cases
-from simulate import largest_difference, load, simulate, warmup
+from simulate import largest_difference, simulate, warmup
 
 MAX_DIFFERENCE = 1e-6
 
@@ -66,21 +65,7 @@ COMPARED = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the engine's processes: sums in the same order
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folders = {}
-    for processes, cases in JOBS.items():
-        folders[processes] = tmp_path_factory.mktemp(f"engine_{processes}")
-        run_cases(processes, cases, folders[processes])
-    return lambda processes, name: load(folders[processes], name)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("processes, case", COMPARED, ids=lambda value: value["name"] if isinstance(value, dict) else str(value))

@@ -8,15 +8,13 @@ within LIMIT_S ends the job, with the lines that its ranks wait in.
 """
 
 import copy
-import faulthandler
-import json
 import os
-import sys
 from contextlib import contextmanager, nullcontext
 
 import deepspeed
 import torch
 import torch.distributed as dist
+import worker
 from deepspeed.moe.layer import MoE
 from torch import nn
 from transformer import BATCH, EXPERTS, Mixture, Transformer, tokens
@@ -204,30 +202,9 @@ def run(case, out):
     engine.destroy()
 
 
-def run_refused(case, out):
-    os.makedirs(os.path.join(out, case["name"]), exist_ok=True)
-    try:
-        run(case, out)
-        message = None
-    except (ValueError, RuntimeError) as error:
-        message = str(error)
-    torch.save({"message": message}, os.path.join(out, case["name"], f"rank_{dist.get_rank()}.pt"))
-    dist.barrier()
-
-
 def main():
-    torch.set_num_threads(1)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # no C++ build at start
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch has it on every processor
-    deepspeed.init_distributed("gloo")
-    with open(sys.argv[1]) as file:
-        cases = json.load(file)
-    for each in cases:
-        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-        (run_refused if each.get("refused") else run)(each, sys.argv[2])
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    worker.main(run, LIMIT_S)
 
 
 if __name__ == "__main__":

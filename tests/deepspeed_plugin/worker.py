@@ -1,0 +1,45 @@
+"""What workers that run cases of real engines share: the start of the process, and cases that must end in an error."""
+
+import faulthandler
+import json
+import os
+import sys
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+
+def main(run, limit_s=240):
+    """Run the cases of the file that the first argument names, in one process group; results go to the folder of the second.
+
+    Args:
+        run: (case, folder of all results) -> None.
+        limit_s: a case that takes longer ends the job with tracebacks.
+    """
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # no C++ build at start
+    deepspeed.init_distributed("gloo")
+    with open(sys.argv[1]) as file:
+        cases = json.load(file)
+    for case in cases:
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+        if case.get("refused"):
+            _run_refused(run, case, sys.argv[2])
+        else:
+            run(case, sys.argv[2])
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _run_refused(run, case, out):
+    """A case whose result is the message of the error that it must end in."""
+    os.makedirs(os.path.join(out, case["name"]), exist_ok=True)
+    try:
+        run(case, out)
+        message = None
+    except (ValueError, RuntimeError) as error:
+        message = str(error)
+    torch.save({"message": message}, os.path.join(out, case["name"], f"rank_{dist.get_rank()}.pt"))
+    dist.barrier()
