@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING
 from ds_basisrot import _activation
 
 if TYPE_CHECKING:
+    from ds_basisrot.deepspeed_plugin.stopping import StopOnSignal
     from ds_basisrot.optim.basis_rotation import BasisRotation
     from ds_basisrot.optim.routing import param_groups, tag
 
 __version__ = "0.1.0"
-__all__ = ["BasisRotation", "param_groups", "tag"]
+__all__ = ["BasisRotation", "StopOnSignal", "param_groups", "tag"]
 
 # public name -> module that defines it
 _HOMES = {
     "BasisRotation": "ds_basisrot.optim.basis_rotation",
+    "StopOnSignal": "ds_basisrot.deepspeed_plugin.stopping",
     "param_groups": "ds_basisrot.optim.routing",
     "tag": "ds_basisrot.optim.routing",
 }

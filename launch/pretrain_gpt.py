@@ -53,6 +53,8 @@ def train(job: Job) -> None:
     import torch  # here and below, so that a mistake in the flags is reported at once
     from deepspeed import comm
 
+    from ds_basisrot import StopOnSignal
+
     flags, folder, model = job.flags, job.folder, model_flags(job.flags)
     torch.set_num_threads(flags.threads)
     engine = build_engine(job)
@@ -68,6 +70,7 @@ def train(job: Job) -> None:
         metrics = folder.start(model, job.updates_done)
         progress = ProgressLine(job.updates_done, flags.updates)
 
+    stop_wanted = StopOnSignal(engine)
     batches = training_batches(job.text.train, flags.context, micro_batch, flags.seed, replica, job.updates_done * accumulated)
     training_s = 0.0
     for update in range(job.updates_done + 1, flags.updates + 1):
@@ -77,7 +80,7 @@ def train(job: Job) -> None:
         update_s = time.perf_counter() - started
         training_s += update_s
 
-        last = update == flags.updates
+        last, stopped = update == flags.updates, stop_wanted()
         held_out_loss = None
         if last or update % flags.eval_interval == 0:
             held_out = held_out_batches(job.text.held_out, flags.context, micro_batch, replica, replicas, flags.eval_batches)
@@ -86,9 +89,15 @@ def train(job: Job) -> None:
             tokens = update * engine.train_batch_size() * flags.context
             metrics.write(update=update, loss=loss, held_out_loss=held_out_loss, lr=lr, updates_per_s=round(1 / update_s, 3), tokens=tokens)
             progress.show(update, loss, (update - job.updates_done) / training_s, held_out_loss)
-        if last or update % flags.save_interval == 0:
+        if last or stopped or update % flags.save_interval == 0:
             client_state = {"model": model, "data_sha256": job.text.sha256}
             engine.save_checkpoint(str(folder.checkpoints), tag=TAG.format(update), client_state=client_state)
+        if stopped and not last:
+            if leads:
+                progress.close()
+                print(f"stopped by a signal after update {update}, which is saved; --resume goes on from there", flush=True)
+            comm.barrier()
+            return
 
     if leads:
         progress.close()

@@ -11,7 +11,7 @@ ALLOWED = {
     "optim": {"torch"},
     "pipeline": {"torch"},
     "sharding": {"torch", "ds_basisrot.optim"},
-    "bench": {"torch", "numpy", "ds_basisrot.optim", "ds_basisrot.pipeline"},
+    "bench": {"torch", "numpy", "deepspeed", "ds_basisrot.optim", "ds_basisrot.pipeline"},
     "deepspeed_plugin": {"torch", "deepspeed", "pydantic", "safetensors", "ds_basisrot"}
     | {"ds_basisrot.optim", "ds_basisrot.pipeline", "ds_basisrot.sharding"},
 }

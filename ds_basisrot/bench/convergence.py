@@ -119,6 +119,7 @@ def run(setting: Setting, block: OptimizerBlock, text: Text, seed: int, on_updat
         next_byte_loss,
         optimizers,
         max_grad_norm=MAX_GRAD_NORM,
+        clip_scope="stage",
         lr_schedulers=[LambdaLR(optimizer, setting.lr_share) for optimizer in optimizers],
     )
     held_out = text.held_out_sequences(HELD_OUT_SEQUENCES, setting.context)

@@ -1,4 +1,4 @@
-"""Builds a user's model from MODULE:CALLABLE, with parameters that have shapes but no storage."""
+"""Builds a user's model, or list of pipeline layers, from MODULE:CALLABLE, with parameters that have shapes but no storage."""
 
 import contextlib
 import importlib
@@ -17,16 +17,18 @@ if TYPE_CHECKING:
 
 
 def build_on_meta(source: str, arguments: Sequence[str]) -> "nn.Module":
-    """The module that MODULE:CALLABLE returns, built under torch.device("meta").
+    """The module that MODULE:CALLABLE returns, built under torch.device("meta"); a list of pipeline layers as a `LayerList`.
 
     Args:
         source: "MODULE:CALLABLE"; MODULE may also be in the current folder, CALLABLE may be a class or have dots.
         arguments: "KEY=VALUE" for each keyword argument; a VALUE that is JSON is read as that, else it is text.
 
     Raises:
-        CommandError: nothing of that name, or it failed, or what it returns is not an nn.Module.
+        CommandError: nothing of that name, or it failed, or what it returns is neither an nn.Module nor a list of layers.
     """
-    import torch  # here: the parser of the command line need not wait for it
+    import torch  # here and below: the parser of the command line need not wait for it
+
+    from ds_basisrot.cli.layer_list import LayerList
 
     name, colon, path = source.partition(":")
     if not (name and colon and path):
@@ -37,6 +39,8 @@ def build_on_meta(source: str, arguments: Sequence[str]) -> "nn.Module":
         try:
             with torch.device("meta"):
                 model = factory(**keywords)
+                if isinstance(model, (list, tuple)):
+                    model = LayerList(model)
         except (Exception, SystemExit) as error:
             raise CommandError(
                 f"--model: {source} failed with {_in_a_line(error)} (called with {_call(keywords)} under torch.device('meta'), "
@@ -44,7 +48,7 @@ def build_on_meta(source: str, arguments: Sequence[str]) -> "nn.Module":
             ) from error
     if not isinstance(model, torch.nn.Module):
         hint = "; give its arguments with --arg KEY=VALUE" if inspect.isfunction(model) else ""
-        raise CommandError(f"--model: {source} must return a torch.nn.Module, got {type(model).__name__}{hint}")
+        raise CommandError(f"--model: {source} must return a torch.nn.Module or a list of layers, got {type(model).__name__}{hint}")
     return model
 
 

@@ -1,26 +1,31 @@
-"""Runs the no-flush schedule on a DeepSpeed PipelineEngine: one small loop over actions, DeepSpeed's own forward, backward and step."""
+"""The asynchronous schedule of one DeepSpeed PipelineEngine: what it replaces on the engine, and what happens between two calls."""
 
 import inspect
-from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from torch import Tensor
 
 from .. import __version__
-from ..pipeline.schedule import Action, AsyncSchedule, Kind, staleness
+from ..pipeline import chrome_trace
+from ..pipeline.schedule import AsyncSchedule, staleness
+from ..pipeline.stash import stash_versions
 from ..pipeline.weight_versions import WeightVersions
 from . import agreement, checkpoint, private_names, shared_refreshes
+from .clipping import Norms
 from .config import ConfigError, PipelineOptions, describe_async
-from .log import log
-from .norms import clip_by_stage, keep_norms_within_stage
-from .transport import PairGroups, Payload, Transport, as_tuple
+from .corrections import LearningRateCorrection, compensate_delays
+from .log import log, log_stage
+from .microbatches import Feeds
+from .stage import OutOfData, Stage
+from .stopping import StopRequests
+from .tied_weights import TiedWeights
+from .transport import PairGroups, Transport
 
-# Fields that travel back with every gradient message.
-LOSS = 0
-FIELDS = 1
+TRAIN = object()
+"""Stands for our schedule where DeepSpeed hands its own from one method to the next."""
 
 
 class AsyncPipeline:
@@ -36,87 +41,134 @@ class AsyncPipeline:
 
     def __init__(self, engine: Any, options: PipelineOptions):
         self.engine, self.options = engine, options
-        self.stage, self.stages = engine.stage_id, engine.num_stages
-        self.staleness = staleness(self.stage, self.stages)
+        self.staleness = staleness(engine.stage_id, engine.num_stages)
         self._refresh_costs = agreement.agree(agreement.common_facts(engine._config._param_dict), shared_refreshes.own_cost(engine))
         self._trainable = self._trainable_parameters()
-        if engine.is_first_stage() and self.stages > 1 and not self._trainable:
+        if engine.is_first_stage() and engine.num_stages > 1 and not self._trainable:
             raise ConfigError("num_stages: the first stage has no trainable parameter; give its layers to the next stage")
-        self.versions = self._new_versions()
-        self.transport = Transport(PairGroups(engine.grid.pipe_groups), self.staleness, engine.device, FIELDS)
+        _let_the_host_run_ahead(engine)
+        groups = PairGroups(engine.grid.pipe_groups, control_apart=engine.device.type != "cpu")
+        self.norms = Norms(engine, engine.stage_id, engine.num_stages, options.clip_scope)
+        self.tied = TiedWeights(engine)
+        self.stop_requests = StopRequests(engine.num_stages)
+        fields = engine.num_stages
+        self.stage = Stage(
+            engine,
+            Transport(groups, self.staleness, engine.device, activation_fields=fields, gradient_fields=1 + fields),
+            self._new_versions(),
+            self.norms,
+            self.tied,
+            self.stop_requests,
+            options,
+        )
+        self.feeds = Feeds(self._load)
         self.trained = 0  # microbatches whose gradient is in an update, on every stage
         self._filled = False
-        self._inputs: dict[int, Payload] = {}
-        self._outputs: dict[int, Payload] = {}
-        self._gradients: list[Tensor] = []
-        self._losses: dict[int, Tensor] = {}
-        self._kept: deque[Payload] = deque()  # first stage: inputs dropped by a cut, to be forwarded again before new ones
-        self._iterator: Any = None
-        self._may_change_iterator = False
-        self._handlers: dict[Kind, Callable[[int], None]] = {
-            Kind.POST_ACTIVATION: lambda _: self.transport.post_activation(),
-            Kind.RECV_ACTIVATION: self._receive_activation,
-            Kind.FORWARD: self._forward,
-            Kind.SEND_ACTIVATION: lambda m: self.transport.send_activation(self._outputs[m]),
-            Kind.POST_GRAD: lambda _: self.transport.post_gradient(),
-            Kind.RECV_GRAD: self._receive_gradient,
-            Kind.BACKWARD: self._backward,
-            Kind.SEND_GRAD: self._send_gradient,
-            Kind.UPDATE: self._update,
-        }
+        self._replicas: Tensor | None = None  # of the last call: how many lack data for the next one, how many want to stop
+        self._correct_delays()
+        if options.trace is not None:
+            path = chrome_trace.rank_file(options.trace, engine.stage_id, engine.grid.get_data_parallel_id())
+            try:
+                self.stage.trace = chrome_trace.Writer(path, engine.stage_id, engine.grid.get_data_parallel_id())
+            except OSError as error:
+                raise ConfigError(f"pipeline.trace: cannot write {path} ({error.strerror}); name another folder") from None
         self._attach()
-        schedule = AsyncSchedule(self.stages, engine.micro_batches)
+        self._log_start()
+        shared_refreshes.share(engine, self._refresh_costs)
+
+    @property
+    def versions(self) -> WeightVersions:
+        """The weight versions of the microbatches in flight."""
+        return self.stage.versions
+
+    def _correct_delays(self) -> None:
+        engine, options = self.engine, self.options
+        if options.lr_correction_updates and self.staleness > 0:
+            LearningRateCorrection(engine, self.staleness, options.lr_correction_updates)
+        if options.delay_compensation:
+            compensate_delays(
+                self._trainable, lambda p: self.versions.newest(p), options.delay_compensation, lambda: self.engine.micro_batches
+            )
+
+    def _log_start(self) -> None:
+        engine, stages = self.engine, self.engine.num_stages
+        schedule = AsyncSchedule(stages, engine.micro_batches)
         log(
-            f"version {__version__}: pipeline schedule async_1f1b (from the JSON), {self.stages} stages, {describe_async(options)}; "
-            f"staleness per stage {[schedule.staleness(k) for k in range(self.stages)]} microbatches, "
+            f"version {__version__}: pipeline schedule async_1f1b (from the JSON), {stages} stages, {describe_async(self.options)}; "
+            f"staleness per stage {[schedule.staleness(k) for k in range(stages)]} microbatches, "
             f"microbatches per update: {engine.micro_batches}",
         )
-        shared_refreshes.share(engine, self._refresh_costs)
+        if self.options.weight_stashing:
+            versions, size = stash_versions(engine.stage_id, stages, engine.micro_batches), self.versions.weight_bytes
+            log_stage(engine, f"weight stash: {versions} versions of {size} bytes, {versions * size} bytes")
 
     # -- what the engine calls ---------------------------------------------------------------------------------------------------------
 
     def _attach(self) -> None:
         engine = self.engine
         private_names.check(engine, private_names.PIPELINE_ENGINE_ATTRIBUTES, "PipelineEngine")
-        replaced = ("_exec_schedule", "eval_batch", "save_checkpoint", "load_checkpoint", "set_train_batch_size")
+        replaced = ("_exec_schedule", "eval_batch", "save_checkpoint", "load_checkpoint", "set_train_batch_size", "reset_activation_shape")
         self._original = {name: getattr(engine, name) for name in replaced}
-        engine._train_schedule = lambda: self._next_call()
+        engine._train_schedule = lambda: TRAIN
         engine._exec_schedule = self._execute
         engine._aggregate_total_loss = self._mean_loss
-        engine.clip_fp32_gradients = lambda: clip_by_stage(engine)
-        keep_norms_within_stage(engine)
+        self.norms.attach()
         engine.eval_batch = self._eval_batch
         engine.save_checkpoint = self._save_checkpoint
         engine.load_checkpoint = self._load_checkpoint
         engine.set_train_batch_size = self._set_train_batch_size
-        engine.reset_activation_shape = self._reset_activation_shape
         engine.drain = self.drain
 
-    def _next_call(self) -> list[Action]:
-        schedule = AsyncSchedule(self.stages, self.engine.micro_batches)
-        return schedule.call(self.stage, self.trained, self._filled)
-
     def _execute(self, schedule: Any) -> None:
-        if not isinstance(schedule, list):  # DeepSpeed's inference schedule
+        if schedule is not TRAIN:  # DeepSpeed's inference schedule
             self._original["_exec_schedule"](schedule)
             return
-        self._check_iterator()
-        self._check_trainable()
-        self._losses.clear()
         self.engine._reserve_pipe_buffers(1)
         self.engine.fwd_outputs = []
-        for action in schedule:
-            self._handlers[action.kind](action.microbatch)
-        self.trained += self.engine.micro_batches
+        try:
+            self._train()
+        except OutOfData:
+            self._filled = False
+            self.engine.timers(TRAIN_BATCH_TIMER).stop()  # which train_batch() has started
+            raise StopIteration(
+                f"the data iterator has fewer microbatches left than an update needs ({self.engine.micro_batches})"
+            ) from None
+
+    def _train(self) -> None:
+        accumulation = self.engine.micro_batches
+        self._check_trainable()
+        short, other = self._choose_data()
+        lacking = self._hear_replicas()
+        if self.engine.is_first_stage():
+            self.stop_requests.decide(self.engine.global_steps, accumulation)
+        self.versions.prepare()
+        if self._filled and (short or other or lacking):
+            self.stage.abandon(self.trained)
+            self._filled = False
+        if not self._filled and self.engine.is_first_stage() and self._any_replica(self._settled_feed() < accumulation):
+            self.stage.send_stop()
+            raise OutOfData
+        feeds = self.feeds if self._reads() else None
+        if self.stage.train(self.trained, accumulation, self._filled, feeds, self._read_up_to()):
+            self._filled = False  # the data or its order changed, as the other end has found out
+            self.stage.train(self.trained, accumulation, self._filled, feeds, self._read_up_to())
+        self.trained += accumulation
         self._filled = True
+        if feeds is not None:
+            feeds.trained(accumulation)
 
     def _mean_loss(self) -> Tensor:
         """Mean loss of this call's microbatches over all replicas, averaged within this stage."""
-        loss = torch.stack([self._losses[m] for m in sorted(self._losses)]).mean()
-        if self.engine.is_data_parallel:
-            dist.all_reduce(loss, group=self.engine.grid.get_data_parallel_group())
-            loss /= self.engine.dp_world_size
-        return loss
+        loss, engine = self.stage.mean_loss(), self.engine
+        if not engine.is_data_parallel:
+            self.stop_requests.agreed = self.stop_requests.wanted
+            return loss
+        feed, accumulation = self.feeds.now, engine.micro_batches
+        lacking = self._reads() and feed.ended and len(feed.items) < accumulation
+        numbers = torch.stack([loss, *torch.tensor([float(lacking), float(self.stop_requests.wanted)], device=loss.device)])
+        dist.all_reduce(numbers, group=engine.grid.get_data_parallel_group())
+        self._replicas = numbers[1:]
+        return numbers[0] / engine.dp_world_size
 
     def _eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's eval_batch on the newest weights; training goes on bitwise as if it had not been called."""
@@ -127,13 +179,10 @@ class AsyncPipeline:
         module.micro_offset = offset
         return result
 
-    def _save_checkpoint(self, save_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Cut, then save: a run that is resumed from here equals this one going on."""
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Cut, then save (with our file, see whole_checkpoints): a run that is resumed from here equals this one going on."""
         self.drain()
-        tag = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
-        if save_dir:  # DeepSpeed says what is wrong without one
-            checkpoint.save(self.engine, save_dir, tag, self.trained)
-        return self._original["save_checkpoint"](save_dir, tag, *args, **kwargs)
+        return self._original["save_checkpoint"](*args, **kwargs)
 
     def _load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Load; the script may go on with its iterator, whose microbatches read ahead come first, or with another one."""
@@ -142,9 +191,8 @@ class AsyncPipeline:
         arguments = inspect.signature(load).bind(*args, **kwargs).arguments
         checkpoint.check(self.engine, arguments["load_dir"], arguments.get("tag"))
         path, client_state = load(*args, **kwargs)
-        self._may_change_iterator = path is not None
         if path is not None and not arguments.get("load_module_only", False):
-            self.trained = checkpoint.load(self.engine, path)
+            checkpoint.load(self, path, read_ahead=self.feeds.now is None)
         return path, client_state
 
     def _set_train_batch_size(self, train_batch_size: int) -> None:
@@ -152,113 +200,74 @@ class AsyncPipeline:
         self._original["set_train_batch_size"](train_batch_size)
         shared_refreshes.share(self.engine, self._refresh_costs)  # staleness in updates has changed
 
-    def _reset_activation_shape(self) -> None:
-        if self.stages > 1:
-            raise RuntimeError("reset_activation_shape(): async_1f1b trains microbatches of one shape for now; pad them to one")
-
     def drain(self) -> None:
         """Drop the forwards in flight on all stages (all ranks call it); their inputs are kept and forwarded again with newer weights.
 
         Public as `engine.drain()`: needed before parameters are frozen or unfrozen in the middle of a run.
         """
-        if not self._filled:
-            return
-        self.transport.discard_posted()
-        self.versions.drop()
-        if self.engine.is_first_stage():
-            self._kept.extendleft(self._inputs[m] for m in sorted(self._inputs, reverse=True))
-        self._inputs.clear()
-        self._outputs.clear()
-        self._filled = False
+        if self._filled:
+            self.stage.drain()
+            self._filled = False
 
-    # -- actions -----------------------------------------------------------------------------------------------------------------------
+    # -- data --------------------------------------------------------------------------------------------------------------------------
 
-    def _receive_activation(self, microbatch: int) -> None:
-        self._inputs[microbatch] = self.transport.receive_activation()
+    def _reads(self) -> bool:
+        return self.engine.is_first_stage() or self.engine.is_last_stage()
 
-    def _forward(self, microbatch: int) -> None:
-        buffers = self._load(microbatch)
-        buffers["inputs"][0] = self._inputs[microbatch]
-        if not self.options.weight_stashing and self.staleness > 0 and torch.is_autocast_enabled(self.engine.device.type):
-            raise RuntimeError(
-                "weight_stashing false: under autocast, backward would see copies of the old weights; leave autocast or stash"
-            )
-        with self.versions.forward(microbatch):
-            self.engine._exec_forward_pass(0)
-        if self.engine.is_last_stage():
-            self._losses[microbatch] = self._scalar_loss().detach().float()
-        self._outputs[microbatch], buffers["outputs"][0], buffers["inputs"][0] = buffers["outputs"][0], None, None
+    def _read_up_to(self) -> int:
+        """Microbatches that both ends have at hand in a call: its own, those in flight, and with replicas those of the next call, so that
+        all replicas learn in time when one of them runs out."""
+        ahead = max(self.engine.num_stages - 1, self.engine.micro_batches if self.engine.is_data_parallel else 0)
+        return self.engine.micro_batches + ahead
 
-    def _load(self, microbatch: int) -> dict[str, list]:
-        """Inputs (first stage) and labels (last stage) of the next microbatch, through DeepSpeed's own loading."""
-        engine, buffers = self.engine, self.engine.pipe_buffers
-        if engine.is_first_stage() and self._kept:
-            self._inputs[microbatch] = _fresh(self._kept.popleft())
-            return buffers
-        if engine.is_first_stage() or engine.is_last_stage():
-            try:
-                engine._exec_load_micro_batch(0)
-            except StopIteration:
-                raise RuntimeError(
-                    f"the data iterator ended at microbatch {microbatch}: async_1f1b reads {self.staleness} microbatches ahead on the "
-                    "first stage; wrap the loader in deepspeed.utils.RepeatingLoader or stop training earlier"
-                ) from None
-            if engine.is_first_stage():
-                self._inputs[microbatch] = buffers["inputs"][0]
-        return buffers
-
-    def _scalar_loss(self) -> Tensor:
-        loss = self.engine.loss
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise RuntimeError(f"async_1f1b needs one scalar loss from loss_fn or the last layer, got {type(loss).__name__}")
-        return loss.reshape(())
-
-    def _receive_gradient(self, microbatch: int) -> None:
-        fields, self._gradients = self.transport.receive_gradient()
-        self._losses[microbatch] = fields[LOSS]
-
-    def _backward(self, microbatch: int) -> None:
-        engine, outputs = self.engine, self._outputs.pop(microbatch)
-        if not engine.is_last_stage():
-            engine.pipe_buffers["outputs"][0] = outputs
-            engine.grad_layer = self._gradients if isinstance(outputs, tuple) else self._gradients[0]
-        with self.versions.backward(microbatch):
-            engine._exec_backward_pass(0)
-        engine.grad_layer, self._gradients = None, []
-        inputs = self._inputs[microbatch]
-        if engine.is_first_stage():
-            del self._inputs[microbatch]
-        elif all(t.grad is None for t in as_tuple(inputs)):
-            raise RuntimeError(f"stage {self.stage} gives its input no gradient: async_1f1b cannot train the stages before it")
-
-    def _send_gradient(self, microbatch: int) -> None:
-        fields = torch.empty(FIELDS, dtype=torch.float32, device=self.engine.device)
-        fields[LOSS] = self._losses[microbatch]
-        self.transport.send_gradient(fields, self._inputs.pop(microbatch))
-
-    def _update(self, _: int) -> None:
-        self.engine._exec_reduce_grads()
-        self.engine._exec_optimizer_step()
-        self.versions.changed()
-
-    def _check_iterator(self) -> None:
+    def _choose_data(self) -> tuple[bool, bool]:
+        """On the first and last stage: whether the data does not suffice for this call, and whether it is from another iterator."""
         engine = self.engine
-        if not (engine.is_first_stage() or engine.is_last_stage()):
-            return
+        if not self._reads():
+            return False, False
         if engine.data_iterator is None:
             raise RuntimeError(
                 "train_batch(): no data iterator; pass data_iter on the first and last stage, or training_data to initialize()"
             )
-        if engine.data_iterator is not self._iterator:
-            if self._may_change_iterator:
-                self._kept.clear()
-            elif self._inputs or self._kept:
-                raise RuntimeError(
-                    f"train_batch(): another data iterator than before, but async_1f1b has read {len(self._inputs) + len(self._kept)} "
-                    "microbatches ahead from the last one; pass one persistent iterator to every call"
-                )
-            self._iterator = engine.data_iterator
-        self._may_change_iterator = False
+        other = self.feeds.select(engine.data_iterator)
+        if other or not self._filled:
+            return False, other  # what a checkpoint had read ahead may come first, or the first stage decides
+        return self.feeds.fill(self._read_up_to()) < engine.micro_batches, False
+
+    def _settled_feed(self) -> int:
+        """On the first stage, before the pipeline fills: microbatches at hand."""
+        if self.feeds.settle(None):
+            log("the data iterator goes on where the checkpoint had read up to: what it had read ahead comes first")
+            self.stage.used_restored = True
+        return self.feeds.fill(self._read_up_to())
+
+    def _load(self) -> tuple[Any, Any]:
+        """One microbatch, through DeepSpeed's own loading: inputs on the first stage, labels on the last."""
+        engine, buffers = self.engine, self.engine.pipe_buffers
+        engine._exec_load_micro_batch(0)
+        inputs = buffers["inputs"][0] if engine.is_first_stage() else None
+        labels = buffers["labels"][0] if engine.is_last_stage() else None
+        buffers["inputs"][0] = buffers["labels"][0] = None
+        return inputs, labels
+
+    def _hear_replicas(self) -> bool:
+        """Take in what the last call's mean loss brought along; whether one of them lacks data for this call."""
+        if self._replicas is None:
+            return False
+        lacking, wanted = self._replicas.tolist()
+        self._replicas = None
+        self.stop_requests.agreed = self.stop_requests.agreed or wanted > 0
+        return lacking > 0
+
+    def _any_replica(self, condition: bool) -> bool:
+        """Whether it holds on one of the replicas of this stage."""
+        if not self.engine.is_data_parallel:
+            return condition
+        number = torch.tensor(float(condition), device=self.engine.device)
+        dist.all_reduce(number, group=self.engine.grid.get_data_parallel_group())
+        return number.item() > 0
+
+    # -- parameters --------------------------------------------------------------------------------------------------------------------
 
     def _check_trainable(self) -> None:
         """The set of trainable parameters may change while nothing is in flight."""
@@ -268,16 +277,28 @@ class AsyncPipeline:
         if self._filled:
             raise RuntimeError("parameters were frozen or unfrozen with microbatches in flight: call engine.drain() on all ranks before")
         self._trainable = trainable
-        self.versions = self._new_versions()
+        self.stage.versions = self._new_versions()
 
     def _trainable_parameters(self) -> list[torch.nn.Parameter]:
         return [p for p in self.engine.module.parameters() if p.requires_grad]
 
     def _new_versions(self) -> WeightVersions:
-        return WeightVersions(self._trainable, stashing=self.options.weight_stashing and self.staleness > 0)
+        engine, stashing = self.engine, self.options.weight_stashing and self.staleness > 0
+        if not self.options.weight_prediction:
+            return WeightVersions(self._trainable, stashing)
+        from ..pipeline import weight_prediction
+
+        optimizer = engine.basic_optimizer
+        try:
+            weight_prediction.check(optimizer)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        late = lambda: -(-self.staleness // engine.micro_batches)  # noqa: E731
+        return WeightVersions(self._trainable, stashing, lambda: weight_prediction.predicted_changes(optimizer, late()))
 
 
-def _fresh(inputs: Payload) -> Payload:
-    """The same inputs as leaves without gradients of an earlier forward."""
-    fresh = tuple(t.detach().requires_grad_(t.requires_grad) for t in as_tuple(inputs))
-    return fresh if isinstance(inputs, tuple) else fresh[0]
+def _let_the_host_run_ahead(engine: Any) -> None:
+    """DeepSpeed's throughput timer waits for the accelerator at each forward, and with it for receives that were posted ahead."""
+    if engine.device.type != "cpu" and getattr(engine.tput_timer.config, "synchronized", False):
+        engine.tput_timer.config.synchronized = False
+        log("timers.throughput.synchronized: taken as false, async_1f1b cannot wait for receives that it has posted ahead")

@@ -1,4 +1,4 @@
-"""What an asynchronous pipeline adds to a DeepSpeed checkpoint: microbatches trained and the random states, one file for each rank."""
+"""What an asynchronous pipeline adds to a DeepSpeed checkpoint, one file for each rank: counters, random states, data read ahead, norms."""
 
 import glob
 import json
@@ -11,14 +11,16 @@ from safetensors.torch import save_file
 
 from .config import ConfigError
 from .log import log
+from .microbatches import are_tensors, from_tensors, to_tensors
 
 FORMAT = 1
 PREFIX = "async_pipeline-"
 
 
-def _path(engine: Any, folder: str) -> str:
+def _path(engine: Any, folder: str, replica: int | None = None) -> str:
     grid = engine.grid
-    name = f"{PREFIX}stage_{grid.get_stage_id():03d}-replica_{grid.get_data_parallel_id():03d}.safetensors"
+    replica = grid.get_data_parallel_id() if replica is None else replica
+    name = f"{PREFIX}stage_{grid.get_stage_id():03d}-replica_{replica:03d}.safetensors"
     return os.path.join(folder, name)
 
 
@@ -26,16 +28,31 @@ def save(engine: Any, save_dir: str, tag: str, trained: int) -> None:
     """Write this rank's file into the folder of checkpoint `tag`, before DeepSpeed writes its own and names it the latest.
 
     Args:
+        engine: whose asynchronous pipeline is drained.
+        save_dir, tag: of the checkpoint.
         trained: microbatches whose gradients are in the weights.
     """
-    folder = os.path.join(save_dir, tag)
+    pipeline, folder = engine.async_pipeline, os.path.join(save_dir, tag)
     os.makedirs(folder, exist_ok=True)
-    tensors = {"cpu_rng_state": torch.get_rng_state()}
+    tensors = {"cpu_rng_state": torch.get_rng_state(), "norms": pipeline.norms.known.cpu()}
     if engine.device.type == "cuda":
         tensors["device_rng_state"] = torch.cuda.get_rng_state(engine.device)
-    about = {"format": FORMAT, "stages": engine.num_stages, "microbatches_trained": trained, "micro_offset": engine.module.micro_offset}
+    if engine.grid.get_data_parallel_id() == 0:
+        tensors |= pipeline.tied.state()
+    ahead = pipeline.feeds.read_ahead()
+    if not are_tensors(ahead):
+        log(f"{folder}: microbatches read ahead are not tensors and are not saved; on resuming, set the data to the first one not trained")
+        ahead = []
+    of_ahead, shape = to_tensors(ahead)
+    about = {
+        "format": FORMAT,
+        "stages": engine.num_stages,
+        "microbatches_trained": trained,
+        "micro_offset": engine.module.micro_offset,
+        "read_ahead": shape,
+    }
     partial = _path(engine, folder) + ".partial"
-    save_file(tensors, partial, metadata={"async_pipeline": json.dumps(about)})
+    save_file({**tensors, **of_ahead}, partial, metadata={"async_pipeline": json.dumps(about)})
     os.replace(partial, _path(engine, folder))
 
 
@@ -63,21 +80,38 @@ def check(engine: Any, load_dir: str, tag: str | None) -> None:
         raise ConfigError(f"{folder}: saved with {about['stages']} stages, this run has {engine.num_stages}; resume with as many")
 
 
-def load(engine: Any, checkpoint_path: str) -> int:
-    """Restore the random states from beside DeepSpeed's file `checkpoint_path`.
+def load(pipeline: Any, checkpoint_path: str, read_ahead: bool) -> None:
+    """Restore what `save` wrote beside DeepSpeed's file `checkpoint_path`.
 
-    Returns:
-        Microbatches trained when it was saved.
+    Args:
+        read_ahead: also the microbatches that had been read ahead.
     """
+    engine = pipeline.engine
     folder = checkpoint_path if os.path.isdir(checkpoint_path) else os.path.dirname(checkpoint_path)
     path = _path(engine, folder)
+    pipeline.trained = engine.global_steps * engine.micro_batches
+    _load_tied(pipeline, folder)
     if not os.path.exists(path):
         log(f"{folder} was not saved by this schedule on this many replicas; random states start anew")
-        return engine.global_steps * engine.micro_batches
+        return
     with safe_open(path, framework="pt") as file:
         about = json.loads(file.metadata()["async_pipeline"])
         torch.set_rng_state(file.get_tensor("cpu_rng_state"))
         if "device_rng_state" in file.keys() and engine.device.type == "cuda":
             torch.cuda.set_rng_state(file.get_tensor("device_rng_state"), engine.device)
+        if "norms" in file.keys():
+            pipeline.norms.known.copy_(file.get_tensor("norms"))
+        if read_ahead:
+            pipeline.feeds.restore(from_tensors(about.get("read_ahead", []), lambda name: file.get_tensor(name).to(engine.device)))
         engine.module.micro_offset = about["micro_offset"]
-    return about["microbatches_trained"]
+        pipeline.trained = about["microbatches_trained"]
+
+
+def _load_tied(pipeline: Any, folder: str) -> None:
+    """The gradients of tied weights that were on their way, from the file of the stage's first replica."""
+    path = _path(pipeline.engine, folder, replica=0)
+    if not os.path.exists(path):
+        pipeline.tied.restore([], None)
+        return
+    with safe_open(path, framework="pt") as file:
+        pipeline.tied.restore(list(file.keys()), file.get_tensor)

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..optim.basis_rotation import BasisRotation
 from ..optim.options import check_names, check_options, check_patterns, closest
@@ -56,8 +56,20 @@ class PipelineOptions(BaseModel):
     weight_stashing: bool = True
     """Forward and backward of a microbatch see the same weights; False back-propagates on the newest."""
 
-    clip_scope: Literal["stage"] = "stage"
-    """Whose gradients make the norm of `gradient_clipping`: each stage's own."""
+    clip_scope: Literal["lagged_global", "stage"] = "lagged_global"
+    """Whose gradients make the norm of `gradient_clipping`: the stage's own and the last known ones of the others, or its own alone."""
+
+    lr_correction_updates: int = Field(0, ge=0)
+    """Updates over which the learning rate of a late stage rises to its value (PipeDream-LR); 0: it is never corrected."""
+
+    delay_compensation: float = Field(0.0, ge=0.0, allow_inf_nan=False)
+    """Strength of DC-ASGD's correction of late gradients; 0: none."""
+
+    weight_prediction: bool = False
+    """Forward with the weights that Adam is expected to have reached when the gradient arrives."""
+
+    trace: str | None = None
+    """Folder for a Chrome trace of each rank."""
 
     @property
     def asynchronous(self) -> bool:
@@ -65,6 +77,13 @@ class PipelineOptions(BaseModel):
 
 
 PIPELINE_KEYS = tuple(PipelineOptions.model_fields)
+
+# What a key may be, where it is neither one of several words nor true or false.
+VALID_VALUES = {
+    "lr_correction_updates": "an integer >= 0 (updates; 0: off)",
+    "delay_compensation": "a number >= 0 (0: off)",
+    "trace": "the name of a folder",
+}
 
 
 def pipeline_options(block: Mapping[str, Any] | None) -> PipelineOptions:
@@ -80,13 +99,15 @@ def pipeline_options(block: Mapping[str, Any] | None) -> PipelineOptions:
             match = difflib.get_close_matches(str(key), PIPELINE_KEYS, n=1, cutoff=0.7)
             if match or ours:
                 raise ConfigError(f"pipeline: unknown key {key!r}; {closest(key, [*PIPELINE_KEYS, *DEEPSPEED_PIPELINE_KEYS])}")
+    if ours and "schedule" not in ours:
+        raise ConfigError(f'pipeline.{next(iter(ours))}: has no effect without "schedule": "async_1f1b"; add that, or remove the key')
     try:
         return PipelineOptions(**ours)
     except ValidationError as error:
         first = error.errors()[0]
         key, value = str(first["loc"][0]), first["input"]
         expected = first.get("ctx", {}).get("expected")
-        valid = expected if expected else "true or false"
+        valid = expected if expected else VALID_VALUES.get(key, "true or false")
         hint = f"; {closest(value, expected.replace(chr(39), '').split(' or '))}" if expected and isinstance(value, str) else ""
         raise ConfigError(f"pipeline.{key}: must be {valid}, got {value!r}{hint}") from None
 
@@ -203,6 +224,9 @@ OFFLOADED = {
     "offload_param": "not supported with BasisRotation yet",
 }
 
+# Optimizers whose next steps can be predicted from their states.
+PREDICTABLE = ("adam", "adamw", OPTIMIZER_TYPE.lower())
+
 # Of DeepSpeed's ZeRO options, those that change what its optimizers keep or when they are called.
 NOT_WITH_ZERO = {
     "cpu_offload": "BasisRotation multiplies matrices in every update, which needs its states on the accelerator",
@@ -232,8 +256,21 @@ def _check_async_setting(config: Mapping[str, Any]) -> None:
         raise ConfigError("fp16.enabled: async_1f1b cannot share a loss scale between stages; use bf16")
     if _autocasts_to_float16(config):
         raise ConfigError("torch_autocast.dtype: async_1f1b cannot share a loss scale between stages; use bfloat16")
-    if autocast.get("enabled") and not pipeline_options(_block(config, "pipeline")).weight_stashing:
+    options = pipeline_options(_block(config, "pipeline"))
+    if autocast.get("enabled") and not options.weight_stashing:
         raise ConfigError("pipeline.weight_stashing: false does not go with torch_autocast, whose backward sees copies of old weights")
+    for key in ("delay_compensation", "weight_prediction"):
+        if getattr(options, key) and not options.weight_stashing:
+            raise ConfigError(f"pipeline.{key}: needs weight_stashing true, which keeps the weights of the forward; remove one of the two")
+    if options.weight_prediction:
+        kind = str(_block(config, "optimizer").get("type", "")).lower()
+        if stage > 0 or precision != "fp32":
+            what = f"zero_optimization.stage {stage}" if stage > 0 else f"{precision}.enabled"
+            raise ConfigError(
+                f"pipeline.weight_prediction: needs whole float32 optimizer states on each rank, not {what}; remove one of them"
+            )
+        if kind and kind not in PREDICTABLE:
+            raise ConfigError(f"pipeline.weight_prediction: needs Adam, AdamW or BasisRotation, got {kind!r}; remove the key")
 
 
 def validate(config: Mapping[str, Any]) -> list[str]:
@@ -312,4 +349,9 @@ def _block(config: Mapping[str, Any], name: str, where: str = "") -> Mapping[str
 def describe_async(options: PipelineOptions) -> str:
     """The asynchronous options in words."""
     stashing = "weight stashing" if options.weight_stashing else "no weight stashing (backward on the newest weights)"
-    return f"{stashing}, gradient clipping per {options.clip_scope}"
+    extras = {
+        "learning rates corrected over {} updates": options.lr_correction_updates,
+        "delay compensation {}": options.delay_compensation,
+        "weight prediction": options.weight_prediction,
+    }
+    return ", ".join([stashing, f"clip_scope {options.clip_scope}", *(text.format(value) for text, value in extras.items() if value)])

@@ -16,6 +16,7 @@ from .config import DIAGNOSTICS_PERIOD, ConfigError, optimizer_params, pipeline_
 from .diagnostics_events import write_diagnostics
 from .log import log, log_stage
 from .refusals import check_experts
+from .tied_layers import tied_names
 
 
 def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) -> BasisRotation | ShardedBasisRotation:
@@ -32,6 +33,7 @@ def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) 
     params = optimizer_params({"params": params})
     patterns, diagnostics_period = params.pop("rotate", None), params.pop(DIAGNOSTICS_PERIOD, 0)
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    tied = _tied_to_another_stage(engine)
 
     def routed(group: dict[str, Any]) -> dict[str, Any]:
         parameters = [p for p in group["params"] if is_optimized(p)]
@@ -40,6 +42,7 @@ def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) 
             entries = named_rotation(parameters, [name for name, _ in named], group["rotate"], patterns or {})
         else:
             entries = [routes[name].entry if name in routes else False for name, _ in named]
+        entries = [False if name in tied else entry for (name, _), entry in zip(named, entries)]
         if sharded:
             named = [(name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"))) for name, p in named]
         return {**group, "params": named, "rotate": entries}
@@ -67,6 +70,8 @@ def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) 
             f"optimizer.params.rotate: nothing would be rotated ({describe(routes)}); include matrices by pattern, or use AdamW"
         )
     _log(engine, routes, described)
+    if tied:
+        log_stage(engine, f"AdamW for {', '.join(tied)} (tied to another stage: both copies must be updated alike)")
     _log_allocation(engine, optimizer)
     optimizer.layout_independent = True  # as sharded ones are
     if sharded:
@@ -75,6 +80,12 @@ def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) 
     if diagnostics_period > 0:
         write_diagnostics(engine, optimizer, diagnostics_period)
     return optimizer
+
+
+def _tied_to_another_stage(engine: Any) -> list[str]:
+    """Parameters whose copies on two stages must be updated bitwise alike, which bases refreshed at different times do not do."""
+    asynchronous = isinstance(engine.module, PipelineModule) and pipeline_options(engine._config._param_dict.get("pipeline")).asynchronous
+    return tied_names(engine.module) if asynchronous else []
 
 
 def is_sharded(engine: Any) -> bool:

@@ -70,23 +70,25 @@ def patch_engine(module: ModuleType) -> None:
 
     @_wraps(cls, "save_checkpoint")
     def save_checkpoint(original, engine, *args, **kwargs):
-        if not _is_sharded(engine):
+        if not _is_ours(engine):
             return original(engine, *args, **kwargs)
-        from .zero_checkpoint import save
+        from .whole_checkpoints import save
 
         return save(engine, original, *args, **kwargs)
 
     @_wraps(cls, "load_checkpoint")
     def load_checkpoint(original, engine, *args, **kwargs):
-        if not (_is_sharded(engine) or hasattr(engine, "async_pipeline")):
+        if not _is_ours(engine):
             return original(engine, *args, **kwargs)
-        from .zero_checkpoint import load, load_with_bf16_states
+        from .whole_checkpoints import load
 
-        return (load if _is_sharded(engine) else load_with_bf16_states)(engine, original, *args, **kwargs)
+        return load(engine, original, *args, **kwargs)
 
 
-def _is_sharded(engine: Any) -> bool:
-    return type(getattr(engine, "basic_optimizer", None)).__name__ == SHARDED_OPTIMIZER
+def _is_ours(engine: Any) -> bool:
+    """Whether a job uses the optimizer or the asynchronous schedule: what is checkpointed of others stays DeepSpeed's business."""
+    optimizer = type(getattr(engine, "basic_optimizer", None)).__name__
+    return optimizer in (OPTIMIZER_TYPE, SHARDED_OPTIMIZER) or hasattr(engine, "async_pipeline")
 
 
 def patch_pipeline_engine(module: ModuleType) -> None:

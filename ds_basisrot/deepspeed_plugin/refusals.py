@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.module import PipelineModule
 
 from . import private_names
-from .config import ConfigError
+from .config import ConfigError, pipeline_options
+from .tied_layers import tied_stages
 
 
 def check_before_build(engine_class: type, arguments: dict[str, Any]) -> None:
@@ -19,10 +20,11 @@ def check_before_build(engine_class: type, arguments: dict[str, Any]) -> None:
         raise ConfigError("pipeline.schedule: async_1f1b does not go with DualPipeV; use PipelineModule, or remove the key")
     private_names.check(module, private_names.PIPELINE_MODULE, "PipelineModule")
     _check_layers(module)
+    options = pipeline_options(config._param_dict.get("pipeline"))
+    if options.lr_correction_updates and tied_stages(module):
+        raise ConfigError("pipeline.lr_correction_updates: tied weights would get two learning rates; untie them or remove the key")
     if module._grid.get_slice_parallel_world_size() > 1:
         raise ConfigError("pipeline.schedule: async_1f1b does not go with tensor slicing in the topology yet; use pipe and data axes only")
-    if module.dynamic_shape:
-        raise ConfigError("pipeline.schedule: async_1f1b needs microbatches of one shape; build PipelineModule with dynamic_shape=False")
     if module.get_additional_losses() is not None:
         raise ConfigError("pipeline.schedule: async_1f1b does not carry get_additional_losses() yet; return None from it")
     check_experts(module, "pipeline.schedule: async_1f1b")
@@ -54,10 +56,9 @@ def _check_layers(module: PipelineModule) -> None:
         raise ConfigError(
             f"num_stages: stage {counts.index(0)} of {len(counts)} would hold no layer ({sum(counts)} layers in all); use fewer stages"
         )
-    tied: dict[str, set[int]] = {}
-    for index, spec in enumerate(module._layer_specs):
-        if isinstance(spec, TiedLayerSpec):
-            tied.setdefault(spec.key, set()).add(module.stage_owner(index))
-    shared = [key for key, stages in tied.items() if len(stages) > 1]
-    if shared:
-        raise ConfigError(f"pipeline.schedule: async_1f1b cannot train layers tied across stages ({', '.join(shared)}) yet; untie them")
+    for key, stages in tied_stages(module).items():
+        if len(stages) > 2:
+            raise ConfigError(
+                f"pipeline.schedule: async_1f1b ties weights between two stages, as of embedding and output head; {key!r} lies on "
+                f"{len(stages)} ({', '.join(map(str, stages))}); use fewer copies or other stages"
+            )

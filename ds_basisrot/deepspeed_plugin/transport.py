@@ -1,28 +1,50 @@
 """Messages between neighbouring stages: receives posted ahead, sends that never block, a process group for each direction of each pair."""
 
-from collections import deque
+import re
+from collections import defaultdict, deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
-)  # fmt: skip
-META_SIZE = 256
+from .wire import (
+    CONTROL_NUMBERS,
+    Control,
+    Format,
+    Layout,
+    Payload,
+    Sort,
+    activation_format,
+    as_tuple,
+    floating,
+    gradient_format,
+    layout_of,
+    parse,
+)
 
-Payload = Tensor | tuple[Tensor, ...]
+MAX_LAYOUT = 256
+ANNOUNCEMENT = Format(0, ((torch.int64, (MAX_LAYOUT,)),))
+"""A message whose tensor is a layout."""
 
 
-def as_tuple(payload: Payload) -> tuple[Tensor, ...]:
-    """The tensors of a stage's input or output."""
-    return payload if isinstance(payload, tuple) else (payload,)
+@dataclass(frozen=True)
+class Peer:
+    """A neighbour: its stage and global rank, and the groups that data and, from an accelerator, control numbers travel in."""
 
+    stage: int
+    rank: int
+    group: Any
+    control_group: Any
 
-def floating(payload: Payload) -> list[Tensor]:
-    """The tensors that have gradients."""
-    return [t for t in as_tuple(payload) if t.is_floating_point()]
+    def lost(self, me: int, error: Exception) -> RuntimeError:
+        """What to say when it cannot be reached any more."""
+        reason = re.sub(r"^\[[^\]]*\] ", "", str(error)).split(". ")[0].split("\n")[0]
+        return RuntimeError(
+            f"stage {me} lost its connection to stage {self.stage} (rank {self.rank}): that process has ended, look for what it said "
+            f"({reason or type(error).__name__})"
+        )
 
 
 class PairGroups:
@@ -32,39 +54,49 @@ class PairGroups:
 
     Args:
         pipelines: for every pipeline of the job, the global ranks of its stages in order.
+        control_apart: control numbers travel as messages of their own between the processors, so that no host waits for an accelerator.
     """
 
-    def __init__(self, pipelines: list[list[int]]):
+    def __init__(self, pipelines: list[list[int]], control_apart: bool):
         me = dist.get_rank()
-        self.previous = self.next = None
+        self.stage = 0
         self.from_previous = self.to_previous = self.to_next = self.from_next = None
         for ranks in pipelines:
-            for first, second in zip(ranks, ranks[1:]):
-                forwards, backwards = (dist.new_group([first, second]) for _ in range(2))
+            for stage, (first, second) in enumerate(zip(ranks, ranks[1:])):
+                groups = [dist.new_group([first, second]) for _ in range(2)]
+                controls = [dist.new_group([first, second], backend="gloo") if control_apart else None for _ in range(2)]
                 if me == second:
-                    self.previous, self.from_previous, self.to_previous = first, forwards, backwards
+                    self.stage = stage + 1
+                    self.from_previous, self.to_previous = (Peer(stage, first, g, c) for g, c in zip(groups, controls))
                 elif me == first:
-                    self.next, self.to_next, self.from_next = second, forwards, backwards
+                    self.stage = stage
+                    self.to_next, self.from_next = (Peer(stage + 1, second, g, c) for g, c in zip(groups, controls))
 
 
 class Outbox:
-    """Sends under way to one neighbour. Tensors are kept until their send is complete.
+    """Sends under way to one neighbour. Buffers are kept until their send is complete, then used again.
 
     Gloo cannot be asked whether a send is complete, only waited on; a send older than `depth` messages is known to be: the schedule has
     meanwhile received something that its receipt led to.
     """
 
-    def __init__(self, peer: int, group: Any, depth: int):
-        self._peer, self._group, self._depth = peer, group, depth
+    def __init__(self, peer: Peer, me: int, depth: int, device: torch.device):
+        self._peer, self._me, self._depth, self._device = peer, me, depth, device
         self._under_way: deque[list[tuple[Any, Tensor]]] = deque()
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
 
-    def send(self, tensors: list[Tensor]) -> None:
-        """Send `tensors` as one message."""
-        message = []
-        for tensor in tensors:
-            wire = (tensor.to(torch.uint8) if tensor.dtype is torch.bool else tensor).detach().contiguous()
-            message.append((dist.isend(wire, self._peer, group=self._group), wire))
-        self._under_way.append(message)
+    def send(self, *messages: tuple[Format, Control, Tensor | None, list[Tensor]]) -> None:
+        """Send messages of (format, control, fields, tensors), one after the other."""
+        parts = []
+        for form, control, fields, tensors in messages:
+            free = self._free[form.bytes]
+            buffer = free.pop() if free else torch.empty(form.bytes, dtype=torch.uint8, device=self._device)
+            form.pack(buffer, control.numbers(), fields, tensors)
+            parts.append((self._start(buffer, self._peer.group), buffer))
+            if self._peer.control_group is not None:
+                numbers = torch.tensor(control.numbers())
+                parts.append((self._start(numbers, self._peer.control_group), numbers))
+        self._under_way.append(parts)
         while len(self._under_way) > self._depth:
             self._wait_for_oldest()
 
@@ -73,28 +105,53 @@ class Outbox:
         while self._under_way:
             self._wait_for_oldest()
 
+    def _start(self, tensor: Tensor, group: Any) -> Any:
+        try:
+            return dist.isend(tensor, self._peer.rank, group=group)
+        except RuntimeError as error:
+            raise self._peer.lost(self._me, error) from None
+
     def _wait_for_oldest(self) -> None:
-        for work, _ in self._under_way.popleft():
-            work.wait()
+        for work, buffer in self._under_way.popleft():
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._peer.lost(self._me, error) from None
+            if buffer.dtype is torch.uint8:
+                self._free[buffer.numel()].append(buffer)
 
 
 class Inbox:
     """Receives from one neighbour, posted ahead and waited for in order."""
 
-    def __init__(self, peer: int, group: Any):
-        self._peer, self._group = peer, group
-        self._posted: deque[tuple[list[Any], list[Tensor]]] = deque()
+    def __init__(self, peer: Peer, me: int, device: torch.device):
+        self._peer, self._me, self._device = peer, me, device
+        self._posted: deque[tuple[Format, Tensor, Any, Tensor | None, Any]] = deque()
 
-    def post(self, tensors: list[Tensor]) -> None:
-        """Post the receive of the next message into `tensors`."""
-        self._posted.append(([dist.irecv(t, self._peer, group=self._group) for t in tensors], tensors))
+    def post(self, form: Format) -> None:
+        """Post the receive of the next message."""
+        buffer = torch.empty(form.bytes, dtype=torch.uint8, device=self._device)
+        control, control_work = None, None
+        try:
+            work = dist.irecv(buffer, self._peer.rank, group=self._peer.group)
+            if self._peer.control_group is not None:
+                control = torch.empty(CONTROL_NUMBERS, dtype=torch.int64)
+                control_work = dist.irecv(control, self._peer.rank, group=self._peer.control_group)
+        except RuntimeError as error:
+            raise self._peer.lost(self._me, error) from None
+        self._posted.append((form, buffer, work, control, control_work))
 
-    def take(self) -> list[Tensor]:
-        """Wait for the oldest posted message."""
-        works, tensors = self._posted.popleft()
-        for work in works:
+    def take(self) -> tuple[Control, Tensor, list[Tensor]]:
+        """Wait for the oldest posted message: (control, fields, tensors)."""
+        form, buffer, work, control, control_work = self._posted.popleft()
+        try:
+            if control_work is not None:
+                control_work.wait()
             work.wait()
-        return tensors
+        except RuntimeError as error:
+            raise self._peer.lost(self._me, error) from None
+        numbers, fields, *tensors = form.views(buffer)
+        return Control.of((numbers if control is None else control).tolist()), fields, tensors
 
     def __len__(self) -> int:
         return len(self._posted)
@@ -103,123 +160,112 @@ class Inbox:
 class Transport:
     """Activations and gradients of one stage.
 
-    An activation message is the tensors of a stage's output; the first one is preceded by their dtypes and shapes, which then hold for all.
-    A gradient message is a float32 vector of `fields` (the loss) and the gradients of the floating-point tensors.
+    An activation message carries a stage's output in the layout of the one before; where that changes, a message says so, a second one
+    announces the new layout, and the third is the activation. A gradient message carries the gradients of the floating-point tensors of
+    the activation of the same microbatch. Both begin with control numbers and `fields` float32 numbers.
 
     Args:
         groups: process groups to the neighbours.
         staleness: microbatches in flight on this stage, which bounds the sends under way.
         device: where received tensors are allocated.
-        fields: length of the vector that travels with the gradients.
+        activation_fields, gradient_fields: float32 numbers in each kind of message.
     """
 
-    def __init__(self, groups: PairGroups, staleness: int, device: torch.device, fields: int):
-        self._device, self._fields = device, fields
-        self._activations_in = self._gradients_out = self._activations_out = self._gradients_in = None
-        if groups.previous is not None:
-            self._activations_in = Inbox(groups.previous, groups.from_previous)
-            self._gradients_out = Outbox(groups.previous, groups.to_previous, staleness + 2)
-        if groups.next is not None:
-            self._activations_out = Outbox(groups.next, groups.to_next, staleness + 2)
-            self._gradients_in = Inbox(groups.next, groups.from_next)
-        self._layout_in: list[int] | None = None
-        self._layout_out: list[int] | None = None
+    def __init__(self, groups: PairGroups, staleness: int, device: torch.device, activation_fields: int, gradient_fields: int):
+        depth, me = staleness + 2, groups.stage
+        self._activation_fields, self._gradient_fields = activation_fields, gradient_fields
+        self._activations_in = Inbox(groups.from_previous, me, device) if groups.from_previous else None
+        self._gradients_out = Outbox(groups.to_previous, me, depth, device) if groups.to_previous else None
+        self._activations_out = Outbox(groups.to_next, me, depth, device) if groups.to_next else None
+        self._gradients_in = Inbox(groups.from_next, me, device) if groups.from_next else None
+        self._layout_in: Layout | None = None
+        self._layout_out: Layout | None = None
+        self._received: dict[int, Layout | None] = {}  # of the activations whose gradients are to come
+        self._sent: dict[int, Layout | None] = {}
 
     def post_activation(self) -> None:
-        """Post the receive of the next activation (of its layout, when that is not known yet)."""
-        buffers = [torch.empty(META_SIZE, dtype=torch.int64, device=self._device)] if self._layout_in is None else self._buffers()
-        self._activations_in.post(buffers)
+        """Post the receive of the next activation."""
+        self._activations_in.post(activation_format(self._layout_in, self._activation_fields))
 
-    def receive_activation(self) -> Payload:
-        """Wait for the next activation. Its floating-point tensors are leaves that collect gradients."""
-        tensors = self._activations_in.take()
-        if self._layout_in is None:
-            self._layout_in = _trim(tensors[0].tolist())
-            self._activations_in.post(self._buffers())
-            tensors = self._activations_in.take()
-        is_tuple, specs = _parse_layout(self._layout_in)
-        received = tuple(t.bool() if dtype is torch.bool else t for t, (dtype, _) in zip(tensors, specs))
-        for tensor in received:
-            tensor.requires_grad_(tensor.is_floating_point())
-        return received if is_tuple else received[0]
+    def receive_activation(self, microbatch: int) -> tuple[Control, Tensor, Payload | None]:
+        """Wait for the next activation: (control, fields, tensors). Floating-point tensors are leaves that collect gradients.
 
-    def send_activation(self, output: Payload) -> None:
-        """Send a stage's output to the next stage.
-
-        Raises:
-            RuntimeError: its shapes differ from those announced.
+        There are no tensors in a message that is not NORMAL.
         """
-        layout = _layout(output)
-        if self._layout_out is None:
-            meta = torch.zeros(META_SIZE, dtype=torch.int64)
-            meta[: len(layout)] = torch.tensor(layout)
-            self._activations_out.send([meta.to(self._device)])
+        control, fields, tensors = self._activations_in.take()
+        if control.sort is Sort.CHANGED:
+            self._activations_in.post(ANNOUNCEMENT)
+            self._layout_in = _trim(self._activations_in.take()[2][0].tolist())
+            self.post_activation()
+            control, fields, tensors = self._activations_in.take()
+        self._received[microbatch] = self._layout_in
+        if control.sort is not Sort.NORMAL:
+            return control, fields, None
+        for tensor in tensors:
+            tensor.requires_grad_(tensor.is_floating_point())
+        return control, fields, tuple(tensors) if parse(self._layout_in)[0] else tensors[0]
+
+    def send_activation(self, microbatch: int, control: Control, fields: Tensor, output: Payload | None) -> None:
+        """Send a stage's output, None in a message that is not NORMAL, to the next stage."""
+        layout = self._layout_out if output is None else layout_of(output)
+        messages = []
+        if layout != self._layout_out:
+            if len(layout) > MAX_LAYOUT:
+                raise RuntimeError(f"the output of a stage has too many tensors or dimensions to announce: {layout[1]} tensors")
+            announced = torch.tensor([*layout, *[0] * (MAX_LAYOUT - len(layout))])
+            changed = activation_format(self._layout_out, self._activation_fields)
+            messages = [(changed, Control(Sort.CHANGED), None, []), (ANNOUNCEMENT, Control(), None, [announced])]
             self._layout_out = layout
-        elif layout != self._layout_out:
-            was, now = (_parse_layout(each)[1] for each in (self._layout_out, layout))
-            raise RuntimeError(
-                f"the output of a stage changed from {was} to {now} between microbatches: async_1f1b needs one shape; drop the last short "
-                "batch (drop_last=True), or pad"
-            )
-        self._activations_out.send(list(as_tuple(output)))
+        form = activation_format(layout, self._activation_fields)
+        self._activations_out.send(*messages, (form, control, fields, [] if output is None else list(as_tuple(output))))
+        self._sent[microbatch] = layout
 
-    def post_gradient(self) -> None:
-        """Post the receive of the next gradient, whose shapes are those of the activations sent."""
-        _, specs = _parse_layout(self._layout_out)
-        gradients = [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in specs if dtype.is_floating_point]
-        self._gradients_in.post([torch.empty(self._fields, dtype=torch.float32, device=self._device), *gradients])
+    def post_gradient(self, microbatch: int) -> None:
+        """Post the receive of the gradient of a microbatch whose activation was sent."""
+        self._gradients_in.post(self._gradient_format(self._sent.pop(microbatch)))
 
-    def receive_gradient(self) -> tuple[Tensor, list[Tensor]]:
-        """Wait for the next gradient: (fields `[fields]`, gradients of the floating-point outputs)."""
-        fields, *gradients = self._gradients_in.take()
-        return fields, gradients
+    def receive_gradient(self) -> tuple[Control, Tensor, list[Tensor]]:
+        """Wait for the next gradient: (control, fields, gradients of the floating-point outputs)."""
+        return self._gradients_in.take()
 
-    def send_gradient(self, fields: Tensor, inputs: Payload) -> None:
-        """Send the gradients that `inputs`, received before, have collected."""
-        gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in floating(inputs)]
-        self._gradients_out.send([fields, *gradients])
+    def send_gradient(self, microbatch: int, control: Control, fields: Tensor, inputs: Payload | None) -> None:
+        """Send the gradients that `inputs`, received before, have collected; None in a message that is not NORMAL."""
+        gradients = []
+        if inputs is not None:
+            gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in floating(inputs)]
+        self._gradients_out.send((self._gradient_format(self._received.pop(microbatch)), control, fields, gradients))
 
-    def discard_posted(self) -> None:
-        """Receive and drop the activations that were posted ahead, and wait for all sends: nothing is in flight afterwards."""
+    def drop_activations(self) -> None:
+        """Receive and drop the activations that were posted."""
         while self._activations_in is not None and len(self._activations_in):
-            self.receive_activation()
-        for outbox in (self._activations_out, self._gradients_out):
-            if outbox is not None:
-                outbox.finish()
+            self.receive_activation(-1)
 
-    def _buffers(self) -> list[Tensor]:
-        _, specs = _parse_layout(self._layout_in)
-        return [torch.empty(shape, dtype=torch.uint8 if dtype is torch.bool else dtype, device=self._device) for dtype, shape in specs]
+    def forget(self) -> None:
+        """Nothing is in flight any more: no gradient will come for the activations so far."""
+        self._received.clear()
+        self._sent.clear()
 
+    def finish_gradients(self) -> None:
+        """Wait until the gradients sent have been received: at the end of a call, so that the process may end or do something else.
 
-def _layout(payload: Payload) -> list[int]:
-    """[is tuple, tensors, (dtype, dimensions, sizes...) of each] as integers."""
-    tensors = as_tuple(payload)
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES:
-            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise RuntimeError(f"a stage must output a tensor or a tuple of real tensors, got {kind}")
-    layout = [int(isinstance(payload, tuple)), len(tensors)]
-    for tensor in tensors:
-        layout += [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
-    if len(layout) > META_SIZE:
-        raise RuntimeError(f"the output of a stage has too many tensors or dimensions to announce: {len(tensors)} tensors")
-    return layout
+        It costs nothing: what a stage forwards next comes from the stage before, which has posted the receive of its gradient by then.
+        The activations sent have been received, or are announced in a new layout and waited for in the next call, if there is one.
+        """
+        if self._gradients_out is not None:
+            self._gradients_out.finish()
 
+    def finish_activations(self) -> None:
+        """Wait until the activations sent have been received."""
+        if self._activations_out is not None:
+            self._activations_out.finish()
 
-def _parse_layout(layout: list[int]) -> tuple[bool, list[tuple[torch.dtype, tuple[int, ...]]]]:
-    is_tuple, number, *rest = layout
-    specs = []
-    for _ in range(number):
-        dtype, ndim, *rest = rest
-        specs.append((DTYPES[dtype], tuple(rest[:ndim])))
-        rest = rest[ndim:]
-    return bool(is_tuple), specs
+    def _gradient_format(self, layout: Layout | None) -> Format:
+        return Format(self._gradient_fields, ()) if layout is None else gradient_format(layout, self._gradient_fields)
 
 
-def _trim(meta: list[int]) -> list[int]:
+def _trim(announced: list[int]) -> Layout:
     """The layout at the front of a padded announcement."""
     position = 2
-    for _ in range(meta[1]):
-        position += 2 + meta[position + 1]
-    return meta[:position]
+    for _ in range(announced[1]):
+        position += 2 + announced[position + 1]
+    return tuple(announced[:position])

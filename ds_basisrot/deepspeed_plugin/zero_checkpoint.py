@@ -2,7 +2,8 @@
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..optim.basis_rotation import RESTORED_OPTIONS
@@ -11,25 +12,25 @@ from . import rotation_files
 from .config import ConfigError
 from .log import log
 
-# In the client state of a checkpoint: the tag that our files were saved under, and the mark that is in their index too. DeepSpeed's tools
+# In the client state of a checkpoint: the tag that it was saved under, and the mark that is in their index too. DeepSpeed's tools
 # leave our files where they are, and other optimizers leave old ones behind under a tag that they save anew.
 CLIENT_KEY = "ds_basisrot"
 
 
-def save(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`save_checkpoint` with our files in the folder of the tag, and with Adam's flat states in DeepSpeed's own files."""
-    bound = inspect.signature(original).bind(engine, *args, **kwargs)
-    bound.apply_defaults()
-    arguments, optimizer = bound.arguments, engine.basic_optimizer
-    if not arguments["save_dir"]:
-        return original(*bound.args, **bound.kwargs)
-    arguments["tag"] = f"global_step{engine.global_steps}" if arguments["tag"] is None else str(arguments["tag"])
+@contextmanager
+def saving(engine: Any, folder: str, tag: str) -> Iterator[dict[str, Any]]:
+    """Write our files; inside, DeepSpeed's own have Adam's flat states. Gives what belongs into their client state.
+
+    Args:
+        folder: to write to.
+        tag: that the checkpoint will have.
+    """
+    optimizer = engine.basic_optimizer
     optimizer.settle()
-    mark = rotation_files.write(optimizer, os.path.join(arguments["save_dir"], arguments["tag"]), engine.global_steps)
-    arguments["client_state"] = {**arguments["client_state"], CLIENT_KEY: {"tag": arguments["tag"], "mark": mark}}
-    states.add_flat_states(optimizer)
+    mark = rotation_files.write(optimizer, folder, engine.global_steps)
     try:
-        return original(*bound.args, **bound.kwargs)
+        states.add_flat_states(optimizer)
+        yield {CLIENT_KEY: {"tag": tag, "mark": mark}}
     finally:
         states.drop_flat_states(optimizer)
 
@@ -57,7 +58,7 @@ def _load_states(engine: Any, load_dir: str, path: str, saved: dict[str, str] | 
     """Our files of the checkpoint that DeepSpeed has loaded from `path`, or Adam's flat states.
 
     Args:
-        saved: what `save` put into the client state; None: another optimizer saved this.
+        saved: what `saving` gave for the client state; None: another optimizer saved this.
     """
     optimizer = engine.basic_optimizer
     folder = path if os.path.isdir(path) else os.path.dirname(path)

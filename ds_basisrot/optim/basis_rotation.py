@@ -25,7 +25,7 @@ class BasisRotation(MatrixUpdates, torch.optim.Optimizer):
     For a rotated weight W `[m, n]` with gradient G, momentum M' and second moment S in the basis U `[m, m]`, V `[n, n]`:
 
         G' = U^T G V;  M' <- b1 M' + (1-b1) G';  S <- b2 S + (1-b2) G'^2
-        W <- (1 - lr wd) W - lr sqrt(1-b2^t) / (1-b1^t) U ( M' / max(sqrt(S) + eps, noise_floor RMS(sqrt(S))) ) V^T
+        W <- (1 - lr wd) W - lr sqrt(1-b2^t) / (1-b1^t) U ( M' / (max(sqrt(S), noise_floor RMS(sqrt(S))) + eps) ) V^T
 
     The first basis holds the singular vectors of the first gradient; every `refresh_period` updates one power iteration and QR follow the
     covariances (second order) or the momentum (first order). A stacked weight `[e, m, n]` is e matrices, a fused one as many as its layout
@@ -153,15 +153,39 @@ class BasisRotation(MatrixUpdates, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._settle()
-        if self._plan is None or any(p not in self._plan for group in self.param_groups for p in group["params"]):
-            self._plan = assign_roles(self.param_groups, self._stages)
-            self._warn_of_idle_options()
+        self._prepare()
         work = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None and p.numel() > 0]
         if work:
             with torch.autocast(work[0][1].device.type, enabled=False):
                 self._take_step(work)
         return loss
+
+    def _prepare(self) -> None:
+        """Know what became of the last update, and the role of every parameter."""
+        self._settle()
+        if self._plan is None or any(p not in self._plan for group in self.param_groups for p in group["params"]):
+            self._plan = assign_roles(self.param_groups, self._stages)
+            self._warn_of_idle_options()
+
+    @torch.no_grad()
+    def predicted_changes(self, updates: int) -> dict[Tensor, Tensor]:
+        """What would be added to each weight in the next updates if their gradients were zero: for pipelines that predict weights.
+
+        The momenta decay, the counts go on; second moments and bases are held, and no weight decays. On an accelerator it waits for the
+        last update.
+
+        Args:
+            updates: how many, >= 0.
+
+        Returns:
+            By parameter, float32 in its shape, for those that have a state.
+        """
+        self._prepare()
+        work = [(group, p) for group in self.param_groups for p in group["params"] if self.state.get(p)]
+        if not work:
+            return {}
+        with torch.autocast(work[0][1].device.type, enabled=False):
+            return self._predicted_changes(work, updates)
 
     def _warn_of_idle_options(self) -> None:
         if not any(role.stacks for role in self._plan.values()):

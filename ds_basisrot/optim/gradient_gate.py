@@ -44,8 +44,8 @@ def largest_elements(gradients: Sequence[Tensor]) -> Tensor:
     if any(g.is_sparse for g in gradients):
         raise RuntimeError("BasisRotation does not take sparse gradients: use sparse=False in nn.Embedding")
     if gradients[0].device.type == "cpu":  # the vectorised one there
-        extremes = torch.stack([torch.stack(torch.aminmax(g)).double() for g in gradients])
-        return extremes.abs().amax(-1)
+        extremes = torch.stack([extreme for g in gradients for extreme in torch.aminmax(g)])
+        return extremes.double().abs().view(-1, 2).amax(-1)
     norms = torch._foreach_norm(gradients, math.inf)
     return torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])
 

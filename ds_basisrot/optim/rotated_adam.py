@@ -112,14 +112,35 @@ class StackUpdate:
         gradient = self._rotate(gradient, left, right).float()
         stored = state[self.stack.key(ROTATED_MOMENTUM)]
         momentum = stored.float()
-        eps = max(self.group["eps"] / state[SCALE], SMALLEST_EPS)
-        options = moments.Adam(self.group["betas"], eps, float(self.group["lr"]), self._relative_floor(), state[STEP])
+        options = moments.Adam(self.group["betas"], self._eps(), float(self.group["lr"]), self._relative_floor(), state[STEP])
         x, step_size = moments.update(gradient, momentum, state[self.stack.key(ROTATED_SECOND_MOMENT)], options, self.gate)
         if momentum is not stored:
             stored.copy_(momentum)
         if left is not None:
             x = _product(left, x).float()
         return x, right, step_size
+
+    def predicted(self, updates: int) -> tuple[Tensor, Tensor | None, float]:
+        """As `direction`, of what the momentum alone would do in the next updates together; changes nothing.
+
+        With decayed momenta b1^s M, counts t + s and the second moment held, all their directions are one; the step size is the sum of
+
+            lr b1^s sqrt(1 - b2^(t+s)) / (1 - b1^(t+s)),    s = 1..updates
+        """
+        state, (beta1, beta2) = self.state, self.group["betas"]
+        second_moment = state[self.stack.key(ROTATED_SECOND_MOMENT)]
+        denominator, floor = second_moment.sqrt(), self._relative_floor()
+        if floor > 0.0:
+            denominator.clamp_(min=floor * second_moment.mean((-2, -1), keepdim=True).sqrt_())
+        x = state[self.stack.key(ROTATED_MOMENTUM)].float() / denominator.add_(self._eps())
+        left, right = self._sides_of([self._factor(key) for _, key, _ in self.stack.rotations()])
+        if left is not None:
+            x = _product(left, x).float()
+        steps = ((ahead, state[STEP] + ahead) for ahead in range(1, updates + 1))
+        return x, right, float(self.group["lr"]) * sum(beta1**s * math.sqrt(1 - beta2**step) / (1 - beta1**step) for s, step in steps)
+
+    def _eps(self) -> float:
+        return max(self.group["eps"] / self.state[SCALE], SMALLEST_EPS)
 
     def _relative_floor(self) -> float:
         if not any(self.stack.sides):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import adamw, workers
 from .gradient_gate import Gate, Outcome, largest_elements
+from .layout import Part
 from .roles import Role
 from .rotated_adam import StackUpdate
 from .side_stream import SideStream
@@ -167,7 +168,7 @@ class MatrixUpdates:
         gradient = gate.gradient(p.grad if state[SCALE] == 1.0 else p.grad / state[SCALE]).to(torch.float32)
         directions = []
         for stack in role.stacks:
-            own = stack.part.take(gradient).reshape(stack.shape)
+            own = (gradient if stack.part.is_whole else stack.part.take(gradient)).reshape(stack.shape)
             update = StackUpdate(stack, state, group, gate, self.gradient_dtype or p.grad.dtype)
             update.accumulate(own)
             self._update_bases(update, own, role, state)
@@ -176,11 +177,22 @@ class MatrixUpdates:
             if fits and not self.layout_independent:
                 adamw.add_product_to_weight(p.view(stack.shape), x, right.mT, step_size, group, gate)
                 return
-            directions.append((stack.part, x if right is None else (x.to(right.dtype) @ right.mT).float()))
-        whole = torch.empty(p.shape, device=p.device)
-        for part, direction in directions:
-            part.put(direction.reshape(part.shape), whole)
-        adamw.add_to_weight(p, whole, step_size, group, gate)
+            directions.append((stack.part, x, right))
+        adamw.add_to_weight(p, _whole(p, directions), step_size, group, gate)
+
+    def _predicted_changes(self, work: Work, updates: int) -> dict[Tensor, Tensor]:
+        """What the momenta alone would add to weights that have states in the next updates: float32, in their shapes."""
+        unrotated = [(group, p, self.state[p]) for group, p in work if not self._plan[p].stacks]
+        changes = adamw.predicted_changes(unrotated, updates)
+        for group, p in work:
+            directions = []
+            for stack in self._plan[p].stacks:
+                update = StackUpdate(stack, self.state[p], group, Gate(), self.gradient_dtype or p.dtype)
+                x, right, step_size = update.predicted(updates)
+                directions.append((stack.part, x, right))
+            if directions:
+                changes[p] = _whole(p, directions).mul_(-step_size)
+        return changes
 
     def _update_bases(self, update: StackUpdate, gradient: Tensor, role: Role, state: dict) -> None:
         """The cold starts and refreshes that are due."""
@@ -208,3 +220,14 @@ class MatrixUpdates:
                 ) from error
         else:
             failures[index] = 0
+
+
+def _whole(p: Tensor, directions: list[tuple[Part, Tensor, Tensor | None]]) -> Tensor:
+    """Of the parts X V^T (V None: X) of a parameter a tensor in its shape, float32; it may be X."""
+    products = [(part, x if right is None else (x.to(right.dtype) @ right.mT).float()) for part, x, right in directions]
+    if products[0][0].is_whole:
+        return products[0][1].reshape(p.shape)
+    whole = torch.empty(p.shape, device=p.device)
+    for part, product in products:
+        part.put(product.reshape(part.shape), whole)
+    return whole

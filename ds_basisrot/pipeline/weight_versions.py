@@ -1,6 +1,6 @@
 """Weight stashing: forward and backward of a microbatch see one version of a stage's weights, at one copy of the weights per update."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -26,9 +26,9 @@ class _Forwarded:
 class WeightVersions:
     """The versions of one stage's weights that microbatches in flight were forwarded with.
 
-    A forward runs on a snapshot of the newest weights, taken at the first forward after an update and shared by all forwards until the
-    next one; the backward runs on the same snapshot. Both swap the parameters' storage, nothing is copied per microbatch. The storage that
-    the optimizer updates is never moved, so wrappers that keep flat views of it work.
+    A forward runs on a snapshot of the newest weights, taken once after an update, at the latest at the first forward, and shared by all
+    forwards until the next one; the backward runs on the same snapshot. Both swap the parameters' storage, nothing is copied for a single
+    microbatch. The storage that the optimizer updates is never moved, so wrappers that keep flat views of it work.
 
     Autograd refuses a backward through weights that were changed in place since the forward. Here they are meant to have changed, by the
     optimizer or by anybody else between two calls, and the backward either sees its snapshot or wants the newest: so it runs with the
@@ -37,14 +37,25 @@ class WeightVersions:
     Args:
         parameters: the parameters that the optimizer updates.
         stashing: False forwards and back-propagates on the newest weights at the time of each: activations come from older weights.
+        predict: gives what is added to a snapshot of the newest weights, by parameter; None: nothing.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], stashing: bool):
-        self._parameters = list(parameters)
+    def __init__(self, parameters: Iterable[nn.Parameter], stashing: bool, predict: Callable[[], dict[Tensor, Tensor]] | None = None):
+        self._parameters, self._predict = list(parameters), predict
         self._stashing = stashing and bool(self._parameters)
         self._newest: _Snapshot | None = None
         self._in_flight: dict[int, _Forwarded] = {}
         self._free: list[_Snapshot] = []
+        self._live: dict[Tensor, Tensor] = {}
+
+    def newest(self, parameter: Tensor) -> Tensor | None:
+        """The newest weights of a parameter that holds a snapshot at present, None where it holds the newest."""
+        return self._live.get(parameter)
+
+    def prepare(self) -> None:
+        """Take the snapshot that the next forward runs on, where one is due: before the wait for that forward's input."""
+        if self._stashing and self._newest is None:
+            self._newest = self._take_snapshot()
 
     @property
     def alive(self) -> int:
@@ -52,17 +63,20 @@ class WeightVersions:
         return len({id(s) for s in [*self._snapshots_in_flight(), self._newest] if s is not None})
 
     @property
+    def weight_bytes(self) -> int:
+        """Size of one snapshot, in bytes."""
+        return sum(p.numel() * p.element_size() for p in self._parameters)
+
+    @property
     def stash_bytes(self) -> int:
         """Memory of all snapshots, in use or kept for the next one, in bytes."""
-        size = sum(p.numel() * p.element_size() for p in self._parameters)
-        return size * (self.alive + len(self._free))
+        return self.weight_bytes * (self.alive + len(self._free))
 
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
         """Run the forward of `microbatch` in here."""
-        if self._stashing:
-            if self._newest is None:
-                self._newest = self._take_snapshot()
+        self.prepare()
+        if self._newest is not None:
             self._newest.users += 1
         self._in_flight[microbatch] = _Forwarded(self._counters(), self._newest)
         with self._swapped(self._newest):
@@ -112,6 +126,11 @@ class WeightVersions:
         live = [p.data for p in self._parameters]
         snapshot = self._free.pop() if self._free else _Snapshot([torch.empty_like(t) for t in live])
         torch._foreach_copy_(snapshot.tensors, live)
+        if self._predict is not None:
+            changes = self._predict()
+            for p, tensor in zip(self._parameters, snapshot.tensors):
+                if p in changes:
+                    tensor += changes[p].to(tensor.dtype)
         return snapshot
 
     def _recycle(self, snapshot: _Snapshot) -> None:
@@ -127,9 +146,11 @@ class WeightVersions:
         live = [p.data for p in self._parameters]
         for p, tensor in zip(self._parameters, snapshot.tensors):
             p.data = tensor
+        self._live = dict(zip(self._parameters, live))
         try:
             yield
         finally:
+            self._live = {}
             for p, tensor in zip(self._parameters, live):
                 p.data = tensor
             torch.clear_autocast_cache()

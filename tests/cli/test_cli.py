@@ -15,22 +15,6 @@ def test_version(capsys):
     assert (exit_info.value.code, capsys.readouterr().out) == (0, f"ds-basisrot {__version__}\n")
 
 
-def test_timeline_shows_one_row_per_stage_and_the_staleness_of_each(capsys):
-    assert main(["timeline", "--stages", "4", "--gas", "2", "--calls", "3"]) == 0
-    schedule, table = capsys.readouterr().out.split("\n\n")
-    rows = [line for line in schedule.splitlines() if line.startswith("stage")]
-    assert [row.split()[1].rstrip("|") for row in rows] == ["0", "1", "2", "3"]
-    assert all("B5*" in row and "B6" not in row for row in rows)
-    assert [line.split() for line in table.splitlines()[1:]] == [["0", "3", "1.5"], ["1", "2", "1"], ["2", "1", "0.5"], ["3", "0", "0"]]
-
-
-@pytest.mark.parametrize("option", ["--stages", "--gas", "--calls"])
-@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
-def test_timeline_names_the_option_that_is_no_count(capsys, option, value):
-    line = refusal(capsys, "timeline", "--stages", "2", f"{option}={value}")
-    assert f"argument {option}: must be a whole number of at least 1, not {value!r}" in line
-
-
 @pytest.mark.parametrize("arguments", [(), ("no-such-command",), ("timeline",), ("check",)])
 def test_incomplete_commands_get_one_line(capsys, arguments):
     assert "--help" in refusal(capsys, *arguments)

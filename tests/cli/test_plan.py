@@ -254,7 +254,7 @@ WRONG = {
     "toy_model:Model.wide": "--model: toy_model:Model.wide failed with TypeError: ",
     "toy_model:reads_numbers": "under torch.device('meta')",
     "toy_model:leaves": "failed with SystemExit: usage: none",
-    "toy_model:number": "--model: toy_model:number must return a torch.nn.Module, got int",
+    "toy_model:number": "--model: toy_model:number must return a torch.nn.Module or a list of layers, got int",
     "toy_model:vectors": "ds.json: nothing would be rotated",
     "toy_model": "--model: must be MODULE:CALLABLE",
     ":Model": "--model: must be MODULE:CALLABLE",

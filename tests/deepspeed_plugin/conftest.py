@@ -17,9 +17,9 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """Runs the module's JOBS, cases by number of processes; gives what loads a case's results by both."""
+    """Runs the module's JOBS, cases by number of processes, on its WORKER; gives what loads a case's results by both."""
     folders = {}
     for processes, cases in request.module.JOBS.items():
         folders[processes] = tmp_path_factory.mktemp(f"{request.module.__name__}_{processes}")
-        run_cases(processes, cases, folders[processes])
+        run_cases(processes, cases, folders[processes], getattr(request.module, "WORKER", "engine_worker.py"))
     return lambda processes, name: load(folders[processes], name)

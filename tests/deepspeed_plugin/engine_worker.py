@@ -20,7 +20,7 @@ DEFAULTS = {
     "pipeline": True, "stages": None, "schedule": "async_1f1b", "stashing": True, "gas": 1, "optimizer": "AdamW", "clip": 0.0,
     "scheduler": False, "autocast": False, "outer_autocast": False, "config": {}, "config_of_rank_1": {},
     "layers": None, "head": False, "linears": 0, "seed_layers": False,
-    "tied": False, "tuples": False, "dropout": 0.0, "frozen": [], "checkpoint_activations": 0,
+    "tied": False, "tied_everywhere": False, "tuples": False, "dropout": 0.0, "frozen": [], "checkpoint_activations": 0,
     "updates": 12, "eval_after": [], "save_after": None, "load": None, "reload_after": None, "user_changes": False, "refused": False,
     "monitored": False, "batch_size_after": None,
 }  # fmt: skip
@@ -60,7 +60,9 @@ def initialize(case):
     layers = blocks(stages, case["dropout"])[: case["layers"]]
     if case["tied"]:
         shared = [TiedLayerSpec("shared", Block, 0, tied_weight_attr="up.weight") for _ in range(2)]
-        layers = [shared[0], LayerSpec(Block, 1), LayerSpec(Block, 2), shared[1]]
+        layers = [shared[0], *(LayerSpec(Block, i) for i in range(1, 2 * stages - 1)), shared[1]]
+    if case["tied_everywhere"]:
+        layers = [TiedLayerSpec("shared", Block, 0, tied_weight_attr="up.weight") for _ in range(stages)]
     if case["head"]:
         layers = [LayerSpec(Block, i) for i in range(2 * stages)] + [
             LayerSpec(torch.nn.LayerNorm, WIDTH),

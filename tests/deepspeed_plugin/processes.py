@@ -22,11 +22,11 @@ def torchrun(processes, script, *arguments, timeout=240):
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout)
 
 
-def run_cases(processes, cases, out, worker="engine_worker.py"):
+def run_cases(processes, cases, out, worker="engine_worker.py", timeout=240):
     """Run all `cases` of a worker in one job; results land in `out`/<name>."""
     path = Path(out) / "cases.json"
     path.write_text(json.dumps(cases))
-    job = torchrun(processes, HERE / worker, path, out)
+    job = torchrun(processes, HERE / worker, path, out, timeout=timeout)
     last = Path(out) / cases[-1]["name"]
     missing = [r for r in range(processes) if not (last / f"rank_{r}.pt").exists()]
     assert not missing, f"ranks {missing} did not finish (exit code {job.returncode}):\n{job.stdout[-3000:]}\n{job.stderr[-6000:]}"

@@ -52,7 +52,15 @@ REFUSED = [
         "optimizer.params.rotate.include: '*.bias'",
     ),
     ({"layers": 1}, "stage 0 of 2 would hold no layer (1 layers in all)|stage 1 of 2 would hold no layer (1 layers in all)"),
-    ({"tied": True}, "cannot train layers tied across stages (shared)"),
+    (
+        {"tied": True, "config": {"pipeline.lr_correction_updates": 10}},
+        "pipeline.lr_correction_updates: tied weights would get two learning rates",
+    ),
+    (
+        {"optimizer": "SGD", "config": {"pipeline.weight_prediction": True}},
+        "pipeline.weight_prediction: needs Adam, AdamW or BasisRotation",
+    ),
+    ({"config": {"pipeline.trace": "/proc/nowhere"}}, "pipeline.trace: cannot write /proc/nowhere/stage_00"),
     (
         {
             "pipeline": False,
@@ -200,10 +208,8 @@ def test_stages_log_how_they_share_the_refreshes_and_follow_the_batch_size(resul
 @pytest.mark.parametrize(
     "fault, message",
     [
-        ("the loader ends", "the data iterator ended at microbatch 3: async_1f1b reads 1 microbatches ahead"),
-        ("a new iterator each call", "another data iterator than before, but async_1f1b has read 1 microbatches ahead"),
+        ("the loader ends", "StopIteration: the data iterator has fewer microbatches left than an update needs (1)"),
         ("no iterator", "train_batch(): no data iterator"),
-        ("a short last batch", "changed from [(torch.float32, (4, 12))] to [(torch.float32, (2, 12))]"),
         ("a layer raises", "the third forward fails"),
         ("a rank is killed", ""),
     ],

@@ -12,6 +12,10 @@ def config(**changes):
     return {"optimizer": OPTIMIZER, "pipeline": {"schedule": "async_1f1b"}, **changes}
 
 
+def asynchronous(**options):
+    return {"pipeline": {"schedule": "async_1f1b", **options}}
+
+
 def optimizer(**params):
     return {"type": "BasisRotation", "params": {**OPTIMIZER["params"], **params}}
 
@@ -64,7 +68,7 @@ def test_master_weights_of_less_precision_are_refused(block):
 def test_it_says_what_will_be_active():
     assert validate(config()) == [
         "optimizer: BasisRotation",
-        "pipeline schedule: async_1f1b, weight stashing, gradient clipping per stage",
+        "pipeline schedule: async_1f1b, weight stashing, clip_scope lagged_global",
     ]
     assert validate({"optimizer": {"type": "AdamW"}})[1] == "pipeline schedule: 1f1b (DeepSpeed's own)"
 
@@ -104,7 +108,20 @@ def test_deepspeed_s_own_pipeline_keys_and_strangers_are_left_alone():
         ),
         ({"pipeline": {"shedule": "async_1f1b"}}, "pipeline: unknown key 'shedule'; did you mean 'schedule'?"),
         ({"pipeline": {"schedule": "async_1f1b", "weight_stashing": "yes"}}, "pipeline.weight_stashing: must be true or false, got 'yes'"),
-        ({"pipeline": {"schedule": "async_1f1b", "clip_scope": "global"}}, "pipeline.clip_scope: must be 'stage', got 'global'"),
+        (
+            {"pipeline": {"schedule": "async_1f1b", "clip_scope": "global"}},
+            "pipeline.clip_scope: must be 'lagged_global' or 'stage', got 'global'",
+        ),
+        (asynchronous(lr_correction_updates=1.5), "pipeline.lr_correction_updates: must be an integer >= 0 (updates; 0: off), got 1.5"),
+        (asynchronous(lr_correction_updates=-1), "pipeline.lr_correction_updates: must be an integer >= 0"),
+        (asynchronous(delay_compensation="0.04"), "pipeline.delay_compensation: must be a number >= 0 (0: off), got '0.04'"),
+        (asynchronous(trace=True), "pipeline.trace: must be the name of a folder, got True"),
+        (asynchronous(delay_compensation=0.04, weight_stashing=False), "pipeline.delay_compensation: needs weight_stashing true"),
+        (asynchronous(weight_prediction=True, weight_stashing=False), "pipeline.weight_prediction: needs weight_stashing true"),
+        ({**asynchronous(weight_prediction=True), "zero_optimization": {"stage": 1}}, "pipeline.weight_prediction: needs whole float32"),
+        ({**asynchronous(weight_prediction=True), "bf16": {"enabled": True}}, "pipeline.weight_prediction: needs whole float32"),
+        ({**asynchronous(weight_prediction=True), "optimizer": {"type": "NAdam"}}, "needs Adam, AdamW or BasisRotation, got 'nadam'"),
+        ({"pipeline": {"weight_prediction": True}}, 'pipeline.weight_prediction: has no effect without "schedule": "async_1f1b"'),
         ({"optimizer": "BasisRotation"}, "optimizer: must be an object {...}, got 'BasisRotation'"),
         ({"optimizer": {"type": "BasisRotation", "params": [1]}}, "optimizer.params: must be an object {...}, got [1]"),
         (

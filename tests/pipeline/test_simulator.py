@@ -115,13 +115,83 @@ def test_replicas_average_their_gradients():
     torch.testing.assert_close(weights(one), weights(two), rtol=0, atol=1e-6)
 
 
-def test_clipping_is_by_each_stage_s_own_norm():
+def test_clipping_by_stage_is_by_each_stage_s_own_norm():
     modules = stages(2)
-    before = [weights([m]) for m in modules]
-    simulator = PipelineSimulator(modules, nn.functional.mse_loss, sgd(modules, lr=1.0), max_grad_norm=1e-3)
-    simulator.train_batch([data(1, 1)[0]])
-    for m, b in zip(modules, before):
-        assert (weights([m]) - b).norm().item() == pytest.approx(1e-3, rel=1e-3)
+    simulator = PipelineSimulator(modules, nn.functional.mse_loss, sgd(modules, lr=1.0), max_grad_norm=1e-3, clip_scope="stage")
+    for batch in data(2, 1):
+        before = [weights([m]) for m in modules]
+        simulator.train_batch([batch])
+        for m, b in zip(modules, before):
+            assert (weights([m]) - b).norm().item() == pytest.approx(1e-3, rel=1e-3)
+
+
+class Counting(nn.Module):
+    """A stage whose weight is the number of updates made, under SGD with a learning rate of 1; it notes what its forwards see."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.seen = nn.Parameter(torch.zeros(())), []
+
+    def forward(self, x):
+        self.seen.append(round(self.w.item()))
+        return x - self.w
+
+
+def test_versions_are_those_that_a_stage_had_when_it_had_trained_so_many_microbatches():
+    modules = [Counting() for _ in range(3)]
+    simulator = PipelineSimulator(modules, lambda out, _: out, sgd(modules, lr=1.0))
+    for accumulation, updates in ((1, 4), (3, 2), (2, 2)):
+        simulator.set_accumulation(accumulation)
+        for _ in range(updates):
+            simulator.train_batch([[(torch.zeros(()), None)] * accumulation])
+    assert (simulator.updates, simulator.trained) == (8, 14)
+    # Updates 0 to 3 end at microbatches 1 to 4, updates 4 and 5 at 7 and 10, updates 6 and 7 at 12 and 14. Cuts at 4 and at 10.
+    assert modules[0].seen == [0, 0, 0, 1] + [4, 4, 4] + [4, 4, 5] + [6, 6] + [6, 6]
+    assert modules[1].seen == [0, 0, 1, 2] + [4, 4, 4] + [4, 5, 5] + [6, 6] + [6, 7]
+    assert modules[2].seen == [0, 1, 2, 3] + [4, 4, 4] + [5, 5, 5] + [6, 6] + [7, 7]
+
+
+def test_another_accumulation_is_a_cut_and_a_fresh_pipeline():
+    changed, fresh = stages(3), stages(3)
+    simulator = PipelineSimulator(changed, nn.functional.mse_loss, sgd(changed))
+    for batch in data(4, 1):
+        simulator.train_batch([batch])
+    simulator.set_accumulation(2)
+    for source, target in zip(changed, fresh):
+        target.load_state_dict(source.state_dict())
+    other = PipelineSimulator(fresh, nn.functional.mse_loss, sgd(fresh), accumulation=2)
+    for batch in data(4, 2, seed=1):
+        assert simulator.train_batch([batch]) == other.train_batch([batch])
+    assert torch.equal(weights(changed), weights(fresh))
+
+
+def test_optimizers_are_told_the_staleness_again_when_the_accumulation_changes():
+    class Sharing(torch.optim.SGD):
+        def refresh_cost(self):
+            return 1
+
+        def share_refreshes(self, staleness, costs, stage):
+            self.told = staleness, costs, stage
+
+    modules = stages(3)
+    simulator = PipelineSimulator(modules, nn.functional.mse_loss, [Sharing(m.parameters(), lr=0.1) for m in modules])
+    simulator.set_accumulation(2)
+    assert [o.told for o in simulator.optimizers] == [([1, 0.5, 0], [1, 1, 1], k) for k in range(3)]
+
+
+def test_microbatches_of_one_update_may_have_different_shapes():
+    ours, theirs = stages(1), stages(1)
+    simulator = PipelineSimulator(ours, nn.functional.mse_loss, sgd(ours), accumulation=2)
+    (optimizer,) = sgd(theirs)
+    for (x, y), (z, t) in data(3, 2):
+        batch = [(x[:1], y[:1]), (z.expand(2, 4, 3), t.expand(2, 4, 3))]
+        loss = simulator.train_batch([batch])
+        optimizer.zero_grad()
+        expected = sum(nn.functional.mse_loss(theirs[0](a), b) for a, b in batch) / 2
+        expected.backward()
+        optimizer.step()
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=0, atol=1e-6)
 
 
 def test_wrong_sizes_are_named():
@@ -130,3 +200,5 @@ def test_wrong_sizes_are_named():
         PipelineSimulator(modules, nn.functional.mse_loss, sgd(modules)[:1])
     with pytest.raises(ValueError, match="needs 2 microbatches"):
         PipelineSimulator(modules, nn.functional.mse_loss, sgd(modules), accumulation=2).train_batch(data(1, 1))
+    with pytest.raises(ValueError, match="accumulation: must be >= 1, got 0"):
+        PipelineSimulator(modules, nn.functional.mse_loss, sgd(modules)).set_accumulation(0)

@@ -1,0 +1,230 @@
+"""Weights tied between two stages: both copies apply the same sum of both gradients, late by as long as the first stage's part travels."""
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .config import ConfigError
+from .tied_layers import tied_stages
+from .transport import Peer
+from .zero import LAYOUTS
+
+
+@dataclass
+class Pending:
+    """The gradients of one update that were not applied yet.
+
+    Attributes:
+        update: whose they are.
+        own: this stage's part.
+        received: the other's part and its clip factor, with the receives to wait for; None: `total` is there.
+        factor: this stage's clip factor, then the smaller of both.
+        total: the sum of both parts, float32.
+    """
+
+    update: int
+    own: Tensor | None = None
+    received: tuple[Tensor, Tensor, list[Any]] | None = None
+    factor: Tensor | None = None
+    total: Tensor | None = None
+    sends: list[Any] = field(default_factory=list)
+
+    def settle(self, first: bool, peer: Peer, me: int) -> None:
+        """Wait for the other part and add both, the earlier stage's first, so that both stages get the same bits."""
+        if self.received is None:
+            return
+        other, factor, works = self.received
+        try:
+            for work in [*works, *self.sends]:
+                work.wait()
+        except RuntimeError as error:
+            raise peer.lost(me, error) from None
+        parts = [self.own, other] if first else [other, self.own]
+        self.total = parts[0].float() + parts[1].float()
+        self.factor = torch.minimum(self.factor, factor.reshape(()))
+        self.own, self.received, self.sends = None, None, []
+
+
+class TiedWeight:
+    """One weight of this stage that is tied to another stage's.
+
+    Args:
+        name: of the parameter on this stage.
+        parameter: the weight.
+        peer: the other stage; its groups are for what comes from the earlier stage, and from the later one.
+        first: whether this is the earlier of the two stages.
+        distance: stages between the two.
+    """
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter, peer: Peer, me: int, first: bool, distance: int):
+        self.name, self.parameter, self.first, self.distance = name, parameter, first, distance
+        self._peer, self._me = peer, me
+        self._to, self._from = (peer.group, peer.control_group) if first else (peer.control_group, peer.group)
+        self.pending: deque[Pending] = deque()
+        self.applied = torch.zeros_like(parameter, dtype=torch.float32)
+
+    def due(self, update: int, accumulation: int) -> Tensor:
+        """The sum of the gradients that `update` applies; `applied` becomes it times the factors. float32."""
+        delay = -(-self.distance // accumulation)
+        total = torch.zeros_like(self.applied)
+        self.applied = torch.zeros_like(self.applied)
+        while self.pending and self.pending[0].update <= update - delay:
+            each = self.pending.popleft()
+            each.settle(self.first, self._peer, self._me)
+            total += each.total
+            self.applied += each.total * each.factor
+        return total
+
+    def exchange(self, update: int, own: Tensor, factor: Tensor) -> None:
+        """Send this stage's part of an update and post the receive of the other's. Returns at once."""
+        own, factor = own.contiguous(), factor.detach().float().reshape(1).clone()
+        other, its_factor = torch.empty_like(own), torch.empty_like(factor)
+        try:
+            works = [dist.irecv(t, self._peer.rank, group=self._from) for t in (other, its_factor)]
+            sends = [dist.isend(t, self._peer.rank, group=self._to) for t in (own, factor)]
+        except RuntimeError as error:
+            raise self._peer.lost(self._me, error) from None
+        # the tensors that are sent stay alive until the other part is here, and by then they have arrived
+        self.pending.append(Pending(update, own, (other, its_factor, works), factor.reshape(()), None, sends))
+
+    def settle(self) -> None:
+        """Wait for all that is under way."""
+        for each in self.pending:
+            each.settle(self.first, self._peer, self._me)
+
+
+class TiedWeights:
+    """All weights that this stage shares with another one. Every rank of the job builds it at the same time.
+
+    Args:
+        engine: a PipelineEngine.
+    """
+
+    def __init__(self, engine: Any):
+        self._engine, module = engine, engine.module
+        self._weights: list[TiedWeight] = []
+        self._own: dict[str, Tensor] = {}
+        me = dist.get_rank()
+        parameters = dict(module.named_parameters())
+        for key, (early, late) in tied_stages(module).items():
+            for ranks in engine.grid.pipe_groups:
+                groups = [dist.new_group([ranks[early], ranks[late]]) for _ in range(2)]
+                if me not in (ranks[early], ranks[late]):
+                    continue
+                for name, p in module.tied_modules[key].named_parameters():
+                    if name not in module.tied_comms[key]["weight_attr"]:
+                        p.ds_pipe_replicated = False  # DeepSpeed takes the whole module for a copy, and would leave this out of the norm
+                first = me == ranks[early]
+                peer = Peer(late if first else early, ranks[late if first else early], *groups)
+                for attribute in module.tied_comms[key]["weight_attr"]:
+                    name = f"tied_modules.{key}.{attribute}"
+                    if parameters[name].requires_grad:
+                        self._weights.append(TiedWeight(name, parameters[name], peer, engine.stage_id, first, late - early))
+        if self._weights:
+            self._places = self._find_places()
+            if not hasattr(engine.basic_optimizer, "register_step_pre_hook"):
+                kind = type(engine.basic_optimizer).__name__
+                raise ConfigError(f"optimizer: async_1f1b trains tied layers with torch optimizers only, got {kind}; untie them")
+            engine.basic_optimizer.register_step_pre_hook(self._before_step)
+
+    def __bool__(self) -> bool:
+        return bool(self._weights)
+
+    def begin_update(self) -> None:
+        """Take the gradients of this stage's copies and put those that are due in their place, before gradients are reduced."""
+        update, accumulation = self._engine.global_steps, self._engine.micro_batches
+        for weight in self._weights:
+            self._own[weight.name] = self._take_gradient(weight.parameter)
+            total = weight.due(update, accumulation)
+            self._put_gradient(weight.parameter, total)
+
+    def end_update(self, update: int, factor: Tensor) -> None:
+        """Send the gradients that were taken, with the factor that this stage's other gradients were clipped by."""
+        for weight in self._weights:
+            weight.exchange(update, self._own.pop(weight.name), factor)
+
+    # -- gradients in DeepSpeed's optimizers -------------------------------------------------------------------------------------------
+
+    def _take_gradient(self, p: torch.nn.Parameter) -> Tensor:
+        """A copy of the accumulated gradient, averaged over the replicas."""
+        gradient = self._gradient(p)
+        gradient = torch.zeros_like(p) if gradient is None else gradient.detach().clone()
+        if self._engine.is_data_parallel:
+            dist.all_reduce(gradient, group=self._engine.grid.get_data_parallel_group())
+            gradient /= self._engine.dp_world_size
+        return gradient.reshape(p.shape)
+
+    def _gradient(self, p: torch.nn.Parameter) -> Tensor | None:
+        if self._engine.using_bf16_optimizer:
+            return getattr(p, "_hp_grad", None)
+        if getattr(self._engine.optimizer, "use_grad_accum_attribute", False):
+            return p.grad_accum
+        return p.grad
+
+    def _put_gradient(self, p: torch.nn.Parameter, total: Tensor) -> None:
+        """For DeepSpeed's norm; what is applied is put in later, exact."""
+        gradient = self._gradient(p)
+        if gradient is not None:
+            gradient.copy_(total.reshape(gradient.shape))
+        elif getattr(self._engine.optimizer, "use_grad_accum_attribute", False):
+            p.grad_accum = total.to(self._engine.optimizer.gradient_accumulation_dtype)
+        else:
+            p.grad = total.to(p.dtype)
+
+    def _find_places(self) -> dict[Tensor, list[tuple[TiedWeight, Any]]]:
+        """Where the copies are in what the optimizer sees: (weight, slice), slice None for a whole parameter."""
+        by_name = {weight.name: weight for weight in self._weights}
+        layout = LAYOUTS.get(type(self._engine.optimizer).__name__)
+        if layout is None:
+            return {weight.parameter: [(weight, None)] for weight in self._weights}
+        places: dict[Tensor, list[tuple[TiedWeight, Any]]] = {}
+        for flat in layout[0](self._engine.optimizer, self._engine.param_names):
+            me = dist.get_rank(flat.group)
+            for name, pieces in flat.parameters:
+                for piece in pieces:
+                    if name in by_name and piece.rank == me:
+                        places.setdefault(flat.buffer, []).append((by_name[name], piece))
+        return places
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        for p in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            for weight, piece in self._places.get(p, ()) if p.grad is not None else ():
+                if piece is None:
+                    p.grad.copy_(weight.applied)
+                else:
+                    piece.of(p.grad).copy_(weight.applied.reshape(-1)[piece.offset : piece.offset + piece.numel])
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """What is pending, after waiting for it."""
+        tensors = {}
+        for weight in self._weights:
+            weight.settle()
+            for each in weight.pending:
+                tensors[f"tied.{weight.name}.{each.update}.total"] = each.total
+                tensors[f"tied.{weight.name}.{each.update}.factor"] = each.factor.clone()
+        return tensors
+
+    def restore(self, names: list[str], get: Any) -> None:
+        """Restore what `state` gave.
+
+        Args:
+            names: of tensors in the checkpoint.
+            get: name -> tensor.
+        """
+        for weight in self._weights:
+            weight.settle()  # nothing of before may arrive later
+            weight.pending.clear()
+            prefix = f"tied.{weight.name}."
+            totals = [name for name in names if name.startswith(prefix) and name.endswith(".total")]
+            updates = sorted(int(name.removeprefix(prefix).removesuffix(".total")) for name in totals)
+            device = weight.applied.device
+            for update in updates:
+                total, factor = (get(f"{prefix}{update}.{part}").to(device) for part in ("total", "factor"))
+                weight.pending.append(Pending(update, factor=factor, total=total))

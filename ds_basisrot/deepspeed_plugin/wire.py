@@ -1,0 +1,135 @@
+"""What one message between stages looks like: control numbers, float32 fields and tensors, packed into one buffer of bytes."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+)  # fmt: skip
+ALIGNMENT = 16
+
+Payload = Tensor | tuple[Tensor, ...]
+Layout = tuple[int, ...]
+"""(is tuple, tensors, (dtype, dimensions, sizes...) of each) of a stage's output, as integers."""
+
+
+class Sort(IntEnum):
+    """What a message is, its first control number."""
+
+    NORMAL = 0
+    HOLE = 1  # there is no such microbatch: the data has ended
+    STOP = 2  # instead of the first microbatch: there is not enough data for one update
+    ABANDON = 3  # what is in flight is dropped, the pipeline fills anew within this call
+    CHANGED = 4  # the tensors' layout changes: the new one follows, then the message itself
+
+
+@dataclass
+class Control:
+    """The numbers at the head of a message.
+
+    Attributes:
+        sort: what the message is.
+        stop_after: from the first stage: the update after which all stages stop; -1: none.
+        stop_wanted: to the first stage: 1 if a process has been asked to stop.
+        used_restored: from the first stage: 1 if what a checkpoint had read ahead comes before the iterator.
+    """
+
+    sort: Sort = Sort.NORMAL
+    stop_after: int = -1
+    stop_wanted: int = 0
+    used_restored: int = 0
+
+    def numbers(self) -> list[int]:
+        return [int(self.sort), self.stop_after, self.stop_wanted, self.used_restored]
+
+    @staticmethod
+    def of(numbers: list[int]) -> "Control":
+        return Control(Sort(numbers[0]), *numbers[1:])
+
+
+CONTROL_NUMBERS = len(Control().numbers())
+
+
+def as_tuple(payload: Payload) -> tuple[Tensor, ...]:
+    """The tensors of a stage's input or output."""
+    return payload if isinstance(payload, tuple) else (payload,)
+
+
+def floating(payload: Payload) -> list[Tensor]:
+    """The tensors that have gradients."""
+    return [t for t in as_tuple(payload) if t.is_floating_point()]
+
+
+def layout_of(payload: Payload) -> Layout:
+    """The layout of a stage's output.
+
+    Raises:
+        RuntimeError: it is no tensor or tuple of tensors of real numbers.
+    """
+    tensors = as_tuple(payload)
+    layout = [int(isinstance(payload, tuple)), len(tensors)]
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES:
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise RuntimeError(f"a stage must output a tensor or a tuple of real tensors, got {kind}")
+        layout += [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+    return tuple(layout)
+
+
+@lru_cache(maxsize=256)
+def parse(layout: Layout) -> tuple[bool, tuple[tuple[torch.dtype, tuple[int, ...]], ...]]:
+    """(is tuple, (dtype, shape) of each tensor)."""
+    is_tuple, number, *rest = layout
+    specs = []
+    for _ in range(number):
+        dtype, ndim, *rest = rest
+        specs.append((DTYPES[dtype], tuple(rest[:ndim])))
+        rest = rest[ndim:]
+    return bool(is_tuple), tuple(specs)
+
+
+class Format:
+    """Where everything lies in the buffer of a message.
+
+    Args:
+        fields: float32 numbers before the tensors.
+        specs: dtype and shape of each tensor.
+    """
+
+    def __init__(self, fields: int, specs: tuple[tuple[torch.dtype, tuple[int, ...]], ...]):
+        self._places: list[tuple[int, int, torch.dtype, tuple[int, ...]]] = []
+        position = 0
+        for dtype, shape in ((torch.int64, (CONTROL_NUMBERS,)), (torch.float32, (fields,)), *specs):
+            length = dtype.itemsize * torch.Size(shape).numel()
+            self._places.append((position, position + length, dtype, shape))
+            position += -(-length // ALIGNMENT) * ALIGNMENT
+        self.bytes = position
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """(control, fields, tensors...) in a buffer of `self.bytes` bytes."""
+        return [buffer[start:stop].view(dtype).view(shape) for start, stop, dtype, shape in self._places]
+
+    def pack(self, buffer: Tensor, control: list[int], fields: Tensor | None, tensors: list[Tensor]) -> None:
+        """Write a message. Without `tensors` their places stay as they are."""
+        places = self.views(buffer)
+        places[0].copy_(torch.tensor(control, dtype=torch.int64), non_blocking=True)
+        if fields is not None:
+            places[1].copy_(fields)
+        for place, tensor in zip(places[2:], tensors):
+            place.copy_(tensor.detach())
+
+
+@lru_cache(maxsize=256)
+def activation_format(layout: Layout | None, fields: int) -> Format:
+    """Of a message that carries a stage's output; None: of one that cannot carry any yet."""
+    return Format(fields, parse(layout)[1] if layout is not None else ())
+
+
+@lru_cache(maxsize=256)
+def gradient_format(layout: Layout, fields: int) -> Format:
+    """Of a message that carries the gradients of the floating-point tensors of that output."""
+    return Format(fields, tuple((dtype, shape) for dtype, shape in parse(layout)[1] if dtype.is_floating_point))
