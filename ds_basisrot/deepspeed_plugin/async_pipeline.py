@@ -189,7 +189,6 @@ class AsyncPipeline:
         self.drain()
         load = self._original["load_checkpoint"]
         arguments = inspect.signature(load).bind(*args, **kwargs).arguments
-        checkpoint.check(self.engine, arguments["load_dir"], arguments.get("tag"))
         path, client_state = load(*args, **kwargs)
         if path is not None and not arguments.get("load_module_only", False):
             checkpoint.load(self, path, read_ahead=self.feeds.now is None)

@@ -6,7 +6,7 @@ from .config import ConfigError
 
 ENGINE = (
     "_is_supported_optimizer", "_do_sanity_check", "_configure_basic_optimizer", "_do_optimizer_sanity_check", "_configure_zero_optimizer",
-    "_configure_bf16_optimizer", "_load_zero_checkpoint", "_take_model_step",
+    "_configure_bf16_optimizer", "_load_zero_checkpoint", "_take_model_step", "_copy_recovery_script",
 )  # fmt: skip
 PIPELINE_ENGINE = (
     "_train_schedule", "_exec_schedule", "_aggregate_total_loss", "_exec_load_micro_batch", "_exec_forward_pass", "_exec_backward_pass",

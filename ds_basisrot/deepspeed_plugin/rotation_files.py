@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..sharding import states
 from ..sharding.optimizer import ShardedBasisRotation
 from .config import ConfigError
 from .log import log
+from .on_all_ranks import on_all_ranks
 
 FORMAT = 1
 FOLDER = "basis_rotation"
@@ -45,7 +46,7 @@ def write(optimizer: ShardedBasisRotation, folder: str, global_steps: int) -> st
         RuntimeError: on all ranks, where one could not write.
     """
     folder = os.path.join(folder, FOLDER)
-    parts = _all(lambda: _write_states(optimizer, folder), "write")
+    parts = on_all_ranks(lambda: _write_states(optimizer, folder), "write the rotation states")
     mark = parts[0]["mark"]
 
     def write_index() -> None:
@@ -55,7 +56,7 @@ def write(optimizer: ShardedBasisRotation, folder: str, global_steps: int) -> st
             with _replacing(os.path.join(folder, INDEX)) as partial, open(partial, "w") as file:
                 json.dump(index, file)
 
-    _all(write_index, "write")
+    on_all_ranks(write_index, "write the rotation states")
     return mark
 
 
@@ -115,7 +116,7 @@ def read(optimizer: ShardedBasisRotation, folder: str, index: Mapping[str, Any])
         states.restore_options(optimizer, index["options"])
         return [name for buffer in optimizer.buffers for name in buffer.names if name in index["matrices"]]
 
-    known = set().union(*_all(restore, "read"))
+    known = set().union(*on_all_ranks(restore, "read the rotation states"))
     unknown = [name for name in index["matrices"] if name not in known]
     if unknown:
         named = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
@@ -182,24 +183,3 @@ def _sha256(path: str) -> str:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _all(action: Callable[[], Any], what: str) -> list[Any]:
-    """Do something on every rank; returns what each made of it, by rank.
-
-    Raises:
-        ConfigError, RuntimeError: on all ranks, where one has failed, so that none waits for it: what it said.
-    """
-    try:
-        result, fault, refused = action(), None, False
-    except Exception as error:  # whatever it is, out of memory for one: the others are waiting
-        refused = isinstance(error, ValueError)
-        result, fault = None, str(error) if refused else f"{type(error).__name__}: {error}"
-    results = [(result, fault, refused)]
-    if dist.is_initialized():
-        results = [None] * dist.get_world_size()
-        dist.all_gather_object(results, (result, fault, refused))
-    for rank, (_, fault, refused) in enumerate(results):
-        if fault is not None:
-            raise ConfigError(fault) if refused else RuntimeError(f"rank {rank} could not {what} the rotation states: {fault}")
-    return [result for result, _, _ in results]
