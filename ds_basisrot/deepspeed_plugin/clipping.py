@@ -20,7 +20,9 @@ class Norms:
 
     def __init__(self, engine: Any, stage: int, stages: int, scope: str):
         self._engine, self._stage, self._lagged = engine, stage, scope == "lagged_global" and stages > 1
-        self.known = torch.zeros(stages, dtype=torch.float32, device=engine.device)
+        self.fields = torch.zeros(1 + stages, dtype=torch.float32, device=engine.device)
+        """What travels with a gradient: a loss, then the norms."""
+        self.known = self.fields[1:]
         self.factor = torch.ones((), device=engine.device)
         """What the gradients of the last update were multiplied by."""
 
@@ -35,14 +37,13 @@ class Norms:
             self.known[self._stage + 1 :] = norms[self._stage + 1 :]
 
     def total(self, own: Tensor) -> Tensor:
-        """The norm to clip by, of this stage's own in this update. An own norm that is not finite, or negative, is returned as it is."""
-        valid = own.isfinite() & (own >= 0)
+        """The norm to clip by, of this stage's own in this update; not finite where that is not."""
         total = own
         if self._lagged:
             norms = self.known.clone()
             norms[self._stage] = own
-            total = torch.where(valid, torch.linalg.vector_norm(norms), own)
-        self.known[self._stage] = torch.where(valid, own, self.known[self._stage])
+            total = torch.linalg.vector_norm(norms)
+            self.known[self._stage] = torch.where(own.isfinite(), own, self.known[self._stage])
         if self._engine.gradient_clipping() > 0:
             self.factor = (self._engine.gradient_clipping() / (total + STABILIZER)).clamp(max=1.0)
         return total
@@ -58,7 +59,7 @@ class Norms:
             wrapper.mpu = _StageGrid(wrapper.mpu, group)
         if hasattr(wrapper, "scaled_global_norm"):
             scaled_global_norm = wrapper.scaled_global_norm
-            wrapper.scaled_global_norm = lambda *args, **kwargs: self.total(scaled_global_norm(*args, **kwargs))
+            wrapper.scaled_global_norm = lambda *args, **kwargs: self.total(_invalid_as_nan(scaled_global_norm(*args, **kwargs)))
         elif hasattr(wrapper, "get_grads_for_norm"):
             wrapper.get_grads_for_norm = self._one_gradient_of_that_norm(wrapper.get_grads_for_norm)
 
@@ -82,6 +83,11 @@ class Norms:
             return [self.total(own.float()).reshape(1)], of_experts
 
         return get
+
+
+def _invalid_as_nan(norm: Tensor) -> Tensor:
+    """DeepSpeed writes -1 for a norm that is not finite."""
+    return torch.where(norm < 0, torch.nan, norm)
 
 
 class _StageGrid:

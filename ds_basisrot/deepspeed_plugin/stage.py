@@ -164,8 +164,9 @@ class Stage:
         return Control(sort, self._stop.after, int(self._stop.wanted), int(self.used_restored))
 
     def _gradient_fields(self, loss: Tensor | None) -> Tensor:
-        known = self._norms.known
-        return torch.cat([known.new_zeros(1) if loss is None else loss.reshape(1), known])
+        if loss is not None:
+            self._norms.fields[LOSS] = loss
+        return self._norms.fields
 
     def _receive_activation(self, microbatch: int) -> None:
         control, norms, inputs = self._transport.receive_activation(microbatch)

@@ -18,13 +18,16 @@ from .wire import (
     Sort,
     activation_format,
     as_tuple,
+    control_tensor,
     floating,
     gradient_format,
     layout_of,
+    pack,
     parse,
 )
 
 MAX_LAYOUT = 256
+MOST_FORMATS = 4  # whose buffers are kept to be used again
 ANNOUNCEMENT = Format(0, ((torch.int64, (MAX_LAYOUT,)),))
 """A message whose tensor is a layout."""
 
@@ -82,28 +85,33 @@ class Outbox:
 
     def __init__(self, peer: Peer, me: int, depth: int, device: torch.device):
         self._peer, self._me, self._depth, self._device = peer, me, depth, device
-        self._under_way: deque[list[tuple[Any, Tensor]]] = deque()
-        self._free: dict[int, list[Tensor]] = defaultdict(list)
+        self._under_way: deque[list[tuple[Any, Format | None, Any]]] = deque()
+        self._free: dict[Format, list[tuple[Tensor, list[Tensor]]]] = defaultdict(list)
 
     def send(self, *messages: tuple[Format, Control, Tensor | None, list[Tensor]]) -> None:
         """Send messages of (format, control, fields, tensors), one after the other."""
         parts = []
         for form, control, fields, tensors in messages:
-            free = self._free[form.bytes]
-            buffer = free.pop() if free else torch.empty(form.bytes, dtype=torch.uint8, device=self._device)
-            form.pack(buffer, control.numbers(), fields, tensors)
-            parts.append((self._start(buffer, self._peer.group), buffer))
+            buffer, views = self._free[form].pop() if self._free[form] else self._new(form)
+            pack(views, control, fields, tensors)
+            parts.append((self._start(buffer, self._peer.group), form, (buffer, views)))
             if self._peer.control_group is not None:
-                numbers = torch.tensor(control.numbers())
-                parts.append((self._start(numbers, self._peer.control_group), numbers))
+                numbers = control_tensor(control.numbers())
+                parts.append((self._start(numbers, self._peer.control_group), None, numbers))
         self._under_way.append(parts)
         while len(self._under_way) > self._depth:
             self._wait_for_oldest()
+        if len(self._free) > MOST_FORMATS:  # of shapes that may not come again
+            self._free.clear()
 
     def finish(self) -> None:
         """Wait until everything sent has been received."""
         while self._under_way:
             self._wait_for_oldest()
+
+    def _new(self, form: Format) -> tuple[Tensor, list[Tensor]]:
+        buffer = torch.empty(form.bytes, dtype=torch.uint8, device=self._device)
+        return buffer, form.views(buffer)
 
     def _start(self, tensor: Tensor, group: Any) -> Any:
         try:
@@ -112,13 +120,13 @@ class Outbox:
             raise self._peer.lost(self._me, error) from None
 
     def _wait_for_oldest(self) -> None:
-        for work, buffer in self._under_way.popleft():
+        for work, form, buffer in self._under_way.popleft():
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self._peer.lost(self._me, error) from None
-            if buffer.dtype is torch.uint8:
-                self._free[buffer.numel()].append(buffer)
+            if form is not None:
+                self._free[form].append(buffer)
 
 
 class Inbox:

@@ -43,8 +43,8 @@ class Control:
     stop_wanted: int = 0
     used_restored: int = 0
 
-    def numbers(self) -> list[int]:
-        return [int(self.sort), self.stop_after, self.stop_wanted, self.used_restored]
+    def numbers(self) -> tuple[int, ...]:
+        return (int(self.sort), self.stop_after, self.stop_wanted, self.used_restored)
 
     @staticmethod
     def of(numbers: list[int]) -> "Control":
@@ -113,14 +113,20 @@ class Format:
         """(control, fields, tensors...) in a buffer of `self.bytes` bytes."""
         return [buffer[start:stop].view(dtype).view(shape) for start, stop, dtype, shape in self._places]
 
-    def pack(self, buffer: Tensor, control: list[int], fields: Tensor | None, tensors: list[Tensor]) -> None:
-        """Write a message. Without `tensors` their places stay as they are."""
-        places = self.views(buffer)
-        places[0].copy_(torch.tensor(control, dtype=torch.int64), non_blocking=True)
-        if fields is not None:
-            places[1].copy_(fields)
-        for place, tensor in zip(places[2:], tensors):
-            place.copy_(tensor.detach())
+
+def pack(views: list[Tensor], control: Control, fields: Tensor | None, tensors: list[Tensor]) -> None:
+    """Write a message into the views of its buffer. Without `tensors` their places stay as they are."""
+    views[0].copy_(control_tensor(control.numbers()))
+    if fields is not None:
+        views[1].copy_(fields)
+    for place, tensor in zip(views[2:], tensors):
+        place.copy_(tensor.detach())
+
+
+@lru_cache(maxsize=64)
+def control_tensor(numbers: tuple[int, ...]) -> Tensor:
+    """Control numbers as they are sent; not to be written to."""
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 @lru_cache(maxsize=256)
