@@ -88,8 +88,27 @@ DISAGREEING = [
     {"name": "the-last-stage-ends-first", "script": [["new", "a", {"count": 5, "on_last_stage": {"count": 3}}], *[TRAIN] * 6]},
     {"name": "the-first-stage-ends-first", "script": [["new", "a", {"count": 3, "on_last_stage": {"count": 5}}], *[TRAIN] * 6]},
 ]  # fmt: skip
+# A run that saves after five updates, and runs that go on from there with iterators of several kinds: one that was set to the first
+# microbatch that was not trained, one that restored its own state (what was read ahead is behind it), and lists in epochs.
+SAVED = [{"name": f"saved-gas-{gas}", "gas": gas, "script": [["new", "a", {}], *[TRAIN] * 5, ["save"], *[TRAIN] * 4]} for gas in (1, 2)] + [
+    {
+        "name": "saved-in-an-epoch",
+        "gas": 2,
+        "script": [["new", "a", {"count": 12}], *[TRAIN] * 5, ["save"], TRAIN, ["new", "a", {"start": 20}], TRAIN],
+    }
+]
+GOING_ON = [
+    {"name": f"going-on-{kind}-gas-{gas}", "gas": gas, "of": f"saved-gas-{gas}", "script": [["load", f"saved-gas-{gas}"], ["new", "a", {"start": start}], *[TRAIN] * 4]}
+    for gas in (1, 2)
+    for kind, start in (("by-position", 5 * gas), ("by-its-state", 5 * gas + 3))
+] + [
+    {
+        "name": "going-on-in-an-epoch", "gas": 2, "of": "saved-in-an-epoch",
+        "script": [["load", "saved-in-an-epoch"], ["new", "a", {"count": 0}], TRAIN, ["new", "a", {"start": 20}], TRAIN],
+    }
+]  # fmt: skip
 WORKER = "data_worker.py"
-JOBS = {1: CASES[1], 2: CASES[2], 4: [*CASES[4], *REPLICAS]}
+JOBS = {1: CASES[1], 2: CASES[2], 4: [*CASES[4], *REPLICAS, *SAVED, *GOING_ON]}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -104,6 +123,13 @@ def test_each_call_trains_the_next_microbatches_of_its_iterator(results, process
     assert largest_difference(ranks, weights) <= MAX_DIFFERENCE
     labels = ranks[-1]["seen"]
     assert len(labels) == len(seen) and all(torch.equal(a, b) for a, b in zip(labels, seen))
+
+
+@pytest.mark.parametrize("case", GOING_ON, ids=lambda case: case["name"])
+def test_a_resumed_run_gets_each_microbatch_once_whichever_way_its_loader_resumes(results, case):
+    for whole, resumed in zip(results(4, case["of"]), results(4, case["name"])):
+        assert all(torch.equal(whole["weights"][name], resumed["weights"][name]) for name in whole["weights"])
+        assert resumed["gave"] == whole["gave"][5:]
 
 
 @pytest.mark.parametrize("name, updates", [("one-replica-runs-out-gas-1", 5), ("one-replica-runs-out-gas-4", 1)])
