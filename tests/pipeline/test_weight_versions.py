@@ -55,6 +55,24 @@ def test_live_weights_never_move_and_are_the_newest():
     assert net[0].bias.detach().mean() > 3
 
 
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_weights_are_written_once_more_in_each_update_and_never_for_a_single_microbatch(monkeypatch, accumulation):
+    net, copies, outputs = module(), [], {}
+    copy = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, source: (copies.append(len(to)), copy(to, source)))
+    versions = WeightVersions(net.parameters(), True)
+    for u in range(5):
+        versions.prepare()
+        for m in range(u * accumulation, (u + 1) * accumulation):
+            with versions.forward(m):
+                outputs[m] = net(torch.ones(2, 3))
+            if m >= 2:
+                with versions.backward(m - 2):
+                    outputs.pop(m - 2).sum().backward()
+        update(versions, list(net.parameters()), 0.1)
+    assert len(copies) == 5 and set(copies) == {len(list(net.parameters()))}
+
+
 def test_one_snapshot_for_each_version_in_flight_and_no_more():
     net = module()
     size = sum(p.numel() * p.element_size() for p in net.parameters())
