@@ -1,6 +1,8 @@
 """The asynchronous schedule of one DeepSpeed PipelineEngine: what it replaces on the engine, and what happens between two calls."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from .microbatches import Feeds
 from .stage import OutOfData, Stage
 from .stopping import StopRequests
 from .tied_weights import TiedWeights
-from .transport import PairGroups, Transport
+from .transport import GONE, PairGroups, Transport, first_words
 
 TRAIN = object()
 """Stands for our schedule where DeepSpeed hands its own from one method to the next."""
@@ -126,7 +128,8 @@ class AsyncPipeline:
         self.engine._reserve_pipe_buffers(1)
         self.engine.fwd_outputs = []
         try:
-            self._train()
+            with self._saying_who_is_gone():
+                self._train()
         except OutOfData:
             self._filled = False
             self.engine.timers(TRAIN_BATCH_TIMER).stop()  # which train_batch() has started
@@ -166,9 +169,24 @@ class AsyncPipeline:
         feed, accumulation = self.feeds.now, engine.micro_batches
         lacking = self._reads() and feed.ended and len(feed.items) < accumulation
         numbers = torch.stack([loss, *torch.tensor([float(lacking), float(self.stop_requests.wanted)], device=loss.device)])
-        dist.all_reduce(numbers, group=engine.grid.get_data_parallel_group())
+        with self._saying_who_is_gone():
+            dist.all_reduce(numbers, group=engine.grid.get_data_parallel_group())
         self._replicas = numbers[1:]
         return numbers[0] / engine.dp_world_size
+
+    @contextmanager
+    def _saying_who_is_gone(self) -> Iterator[None]:
+        """Inside, what Gloo says of a process that has ended during a sum over replicas names the stage."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error)
+            if "lost its connection" in text or not any(sign in text for sign in GONE):
+                raise
+            raise RuntimeError(
+                f"stage {self.engine.stage_id} lost its connection to another replica of this stage: that process has ended, look for what "
+                f"it said ({first_words(error)})"
+            ) from None
 
     def _eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's eval_batch on the newest weights; training goes on bitwise as if it had not been called."""

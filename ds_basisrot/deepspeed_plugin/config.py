@@ -258,8 +258,8 @@ def _check_async_setting(config: Mapping[str, Any]) -> None:
         raise ConfigError("torch_autocast.dtype: async_1f1b cannot share a loss scale between stages; use bfloat16")
     if config.get("wall_clock_breakdown"):
         raise ConfigError(
-            "wall_clock_breakdown: DeepSpeed 0.19's pipelines fail with it (a timer is started twice); remove it, pipeline.trace shows what "
-            "each stage does when"
+            "wall_clock_breakdown: DeepSpeed 0.19's pipelines fail with it (a timer is started twice); remove it, pipeline.trace shows "
+            "what each stage does when"
         )
     options = pipeline_options(_block(config, "pipeline"))
     if autocast.get("enabled") and not options.weight_stashing:

@@ -32,6 +32,15 @@ ANNOUNCEMENT = Format(0, ((torch.int64, (MAX_LAYOUT,)),))
 """A message whose tensor is a layout."""
 
 
+GONE = ("by peer", "Broken pipe", "Read error", "Write error")
+"""In what Gloo says when a process at the other end has ended."""
+
+
+def first_words(error: Exception) -> str:
+    """What Gloo says, without where in its sources it does and what it advises."""
+    return re.sub(r"^\[[^\]]*\] ", "", str(error)).split(". ")[0].split("\n")[0] or type(error).__name__
+
+
 @dataclass(frozen=True)
 class Peer:
     """A neighbour: its stage and global rank, and the groups that data and, from an accelerator, control numbers travel in."""
@@ -43,10 +52,9 @@ class Peer:
 
     def lost(self, me: int, error: Exception) -> RuntimeError:
         """What to say when it cannot be reached any more."""
-        reason = re.sub(r"^\[[^\]]*\] ", "", str(error)).split(". ")[0].split("\n")[0]
         return RuntimeError(
             f"stage {me} lost its connection to stage {self.stage} (rank {self.rank}): that process has ended, look for what it said "
-            f"({reason or type(error).__name__})"
+            f"({first_words(error)})"
         )
 
 
