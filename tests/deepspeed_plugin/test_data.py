@@ -98,7 +98,10 @@ SAVED = [{"name": f"saved-gas-{gas}", "gas": gas, "script": [["new", "a", {}], *
     }
 ]
 GOING_ON = [
-    {"name": f"going-on-{kind}-gas-{gas}", "gas": gas, "of": f"saved-gas-{gas}", "script": [["load", f"saved-gas-{gas}"], ["new", "a", {"start": start}], *[TRAIN] * 4]}
+    {
+        "name": f"going-on-{kind}-gas-{gas}", "gas": gas, "of": f"saved-gas-{gas}",
+        "script": [["load", f"saved-gas-{gas}"], ["new", "a", {"start": start}], *[TRAIN] * 4],
+    }
     for gas in (1, 2)
     for kind, start in (("by-position", 5 * gas), ("by-its-state", 5 * gas + 3))
 ] + [
