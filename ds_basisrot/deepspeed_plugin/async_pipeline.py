@@ -20,7 +20,8 @@ from .clipping import Norms
 from .config import ConfigError, PipelineOptions, describe_async
 from .corrections import LearningRateCorrection, compensate_delays
 from .log import log, log_stage
-from .microbatches import Feeds
+from .microbatches import Feeds, are_tensors
+from .on_all_ranks import on_all_ranks
 from .stage import OutOfData, Stage
 from .stopping import StopRequests
 from .tied_weights import TiedWeights
@@ -65,6 +66,7 @@ class AsyncPipeline:
         )
         self.feeds = Feeds(self._load)
         self.trained = 0  # microbatches whose gradient is in an update, on every stage
+        self.saves_read_ahead = True
         self._filled = False
         self._replicas: Tensor | None = None  # of the last call: how many lack data for the next one, how many want to stop
         self._correct_delays()
@@ -132,6 +134,7 @@ class AsyncPipeline:
                 self._train()
         except OutOfData:
             self._filled = False
+            self.versions.drop()  # of a snapshot that nobody has used, and that may be of other weights by the next call
             self.engine.timers(TRAIN_BATCH_TIMER).stop()  # which train_batch() has started
             raise StopIteration(
                 f"the data iterator has fewer microbatches left than an update needs ({self.engine.micro_batches})"
@@ -145,10 +148,11 @@ class AsyncPipeline:
         if self.engine.is_first_stage():
             self.stop_requests.decide(self.engine.global_steps, accumulation)
         self.versions.prepare()
+        all_replicas_fill = lacking or not self._filled
         if self._filled and (short or other or lacking):
             self.stage.abandon(self.trained)
             self._filled = False
-        if not self._filled and self.engine.is_first_stage() and self._any_replica(self._settled_feed() < accumulation):
+        if not self._filled and self.engine.is_first_stage() and self._lack_data(all_replicas_fill):
             self.stage.send_stop()
             raise OutOfData
         feeds = self.feeds if self._reads() else None
@@ -200,6 +204,7 @@ class AsyncPipeline:
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Cut, then save (with our file, see whole_checkpoints): a run that is resumed from here equals this one going on."""
         self.drain()
+        self.saves_read_ahead = all(on_all_ranks(lambda: are_tensors(self.feeds.read_ahead()), "say what it has read ahead"))
         return self._original["save_checkpoint"](*args, **kwargs)
 
     def _load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +214,8 @@ class AsyncPipeline:
         arguments = inspect.signature(load).bind(*args, **kwargs).arguments
         path, client_state = load(*args, **kwargs)
         if path is not None and not arguments.get("load_module_only", False):
-            checkpoint.load(self, path, read_ahead=self.feeds.now is None)
+            checkpoint.load(self, path)
+            self.versions.drop()
         return path, client_state
 
     def _set_train_batch_size(self, train_batch_size: int) -> None:
@@ -249,14 +255,27 @@ class AsyncPipeline:
         other = self.feeds.select(engine.data_iterator)
         if other or not self._filled:
             return False, other  # what a checkpoint had read ahead may come first, or the first stage decides
-        return self.feeds.fill(self._read_up_to()) < engine.micro_batches, False
+        if self.feeds.has_ended(engine.micro_batches):
+            return True, False
+        return self.feeds.fill(self._read_up_to(), engine.micro_batches) < engine.micro_batches, False
 
     def _settled_feed(self) -> int:
         """On the first stage, before the pipeline fills: microbatches at hand."""
         if self.feeds.settle(None):
             log("the data iterator goes on where the checkpoint had read up to: what it had read ahead comes first")
             self.stage.used_restored = True
-        return self.feeds.fill(self._read_up_to())
+        return self.feeds.fill(self._read_up_to(), self.engine.micro_batches)
+
+    def _lack_data(self, all_replicas_fill: bool) -> bool:
+        """On the first stage, before the pipeline fills: whether this replica, or any that does so too, lacks data for an update."""
+        lacks = self._settled_feed() < self.engine.micro_batches
+        if all_replicas_fill:
+            return self._any_replica(lacks)
+        if lacks and self.engine.is_data_parallel:
+            raise RuntimeError(
+                f"train_batch(): the iterator of this replica has fewer than {self.engine.micro_batches} microbatches, the others go on"
+            )
+        return lacks
 
     def _load(self) -> tuple[Any, Any]:
         """One microbatch, through DeepSpeed's own loading: inputs on the first stage, labels on the last."""

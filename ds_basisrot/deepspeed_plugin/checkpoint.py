@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from .config import ConfigError
 from .log import log
-from .microbatches import are_tensors, from_tensors, to_tensors
+from .microbatches import from_tensors, to_tensors
 
 FORMAT = 1
 PREFIX = "async_pipeline-"
@@ -40,7 +40,7 @@ def save(engine: Any, save_dir: str, tag: str, trained: int) -> None:
     if engine.grid.get_data_parallel_id() == 0:
         tensors |= pipeline.tied.state()
     ahead = pipeline.feeds.read_ahead()
-    if not are_tensors(ahead):
+    if not pipeline.saves_read_ahead:
         log(f"{folder}: microbatches read ahead are not tensors and are not saved; on resuming, set the data to the first one not trained")
         ahead = []
     of_ahead, shape = to_tensors(ahead)
@@ -80,12 +80,8 @@ def check(engine: Any, load_dir: str, tag: str | None) -> None:
         raise ConfigError(f"{folder}: saved with {about['stages']} stages, this run has {engine.num_stages}; resume with as many")
 
 
-def load(pipeline: Any, checkpoint_path: str, read_ahead: bool) -> None:
-    """Restore what `save` wrote beside DeepSpeed's file `checkpoint_path`.
-
-    Args:
-        read_ahead: also the microbatches that had been read ahead.
-    """
+def load(pipeline: Any, checkpoint_path: str) -> None:
+    """Restore what `save` wrote beside DeepSpeed's file `checkpoint_path`."""
     engine = pipeline.engine
     folder = checkpoint_path if os.path.isdir(checkpoint_path) else os.path.dirname(checkpoint_path)
     path = _path(engine, folder)
@@ -101,8 +97,7 @@ def load(pipeline: Any, checkpoint_path: str, read_ahead: bool) -> None:
             torch.cuda.set_rng_state(file.get_tensor("device_rng_state"), engine.device)
         if "norms" in file.keys():
             pipeline.norms.known.copy_(file.get_tensor("norms"))
-        if read_ahead:
-            pipeline.feeds.restore(from_tensors(about.get("read_ahead", []), lambda name: file.get_tensor(name).to(engine.device)))
+        pipeline.feeds.restore(from_tensors(about.get("read_ahead", []), lambda name: file.get_tensor(name).to(engine.device)))
         engine.module.micro_offset = about["micro_offset"]
         pipeline.trained = about["microbatches_trained"]
 

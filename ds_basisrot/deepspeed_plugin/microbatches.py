@@ -65,6 +65,7 @@ class Feeds:
             RuntimeError: too many iterators were left in the middle.
         """
         if self.now is not None and self.now.iterator is iterator:
+            self._restored = []
             return False
         if self.now is not None and self.now.items:
             self._kept.append(self.now)
@@ -80,8 +81,18 @@ class Feeds:
         self.now = known or Feed(iterator)
         return True
 
-    def fill(self, number: int) -> int:
-        """Read ahead until `number` microbatches are there; returns how many are, fewer at the end of the data."""
+    def has_ended(self, needed: int) -> bool:
+        """Whether the present iterator has ended before, with fewer than `needed` microbatches left."""
+        return self.now.ended and len(self.now.items) < needed
+
+    def fill(self, number: int, needed: int) -> int:
+        """Read ahead until `number` microbatches are there; returns how many are, fewer at the end of the data.
+
+        An iterator that had ended with fewer than `needed` left is asked again: some begin anew, as those of loaders do that are their own
+        iterators.
+        """
+        if self.has_ended(needed):
+            self.now.ended = False
         self.now.fill(number, self._load)
         return len(self.now.items)
 
@@ -98,7 +109,7 @@ class Feeds:
 
     def read_ahead(self) -> list[Microbatch]:
         """What was read of the present iterator but not trained."""
-        return list(self.now.items) if self.now is not None else []
+        return list(self.now.items) if self.now is not None and self.now.items else list(self._restored)
 
     def restore(self, items: list[Microbatch]) -> None:
         """What a checkpoint had read ahead, for an iterator that this process has not seen yet."""
@@ -112,12 +123,17 @@ class Feeds:
 
         Args:
             use_restored: the decision, where the first stage has taken it; None: take it.
+
+        Raises:
+            RuntimeError: the first stage uses what had been read ahead, and there is nothing of it here.
         """
         restored, self._restored = self._restored, []
+        if use_restored and not restored:
+            raise RuntimeError("train_batch(): the checkpoint has inputs that had been read ahead, but no labels: it is damaged")
         if not restored or self.now.items:
             return False
         if use_restored is None:
-            self.fill(1)
+            self.fill(1, 0)
             use_restored = not (self.now.items and _equal(self.now.items[0], restored[0]))
         if use_restored:
             self.now.items.extendleft(reversed(restored))

@@ -74,7 +74,7 @@ class Stage:
         self._gradients: list[Tensor] = []
         self._losses: dict[int, Tensor] = {}
         self._feeds: Feeds | None = None
-        self._first = self._read_up_to = 0
+        self._first = self._read_up_to = self._needed = 0
         self._holes: set[int] = set()
         self.trace: chrome_trace.Writer | None = None
         self._handlers: dict[Kind, Callable[[int], None]] = {
@@ -103,7 +103,7 @@ class Stage:
         Raises:
             OutOfData: the first stage says so.
         """
-        self._first, self._feeds, self._read_up_to = first, feeds, read_up_to
+        self._first, self._feeds, self._read_up_to, self._needed = first, feeds, read_up_to, accumulation
         self._losses.clear()
         try:
             self._run(AsyncSchedule(self._stages, accumulation).call(self._index, first, filled))
@@ -229,7 +229,7 @@ class Stage:
 
     def _take_inputs(self, microbatch: int) -> None:
         index = microbatch - self._first
-        if self._feeds.fill(self._read_up_to) > index:
+        if self._feeds.fill(self._read_up_to, self._needed) > index:
             self._inputs[microbatch] = _fresh(self._feeds[index][0])
         else:
             self._holes.add(microbatch)
@@ -239,7 +239,7 @@ class Stage:
             self._feeds.settle(self.used_restored)
             self.used_restored = False
         index = microbatch - self._first
-        if self._feeds.fill(self._read_up_to) <= index:
+        if self._feeds.fill(self._read_up_to, self._needed) <= index:
             raise RuntimeError(
                 "train_batch(): the data iterator of the last stage ended before that of the first; both must give the same microbatches"
             )

@@ -1,10 +1,10 @@
 """Iterators of the scripts of calls, and what a script must give: the synchronous meaning of each call, simulated with its delays.
 
-Steps of a script: ["new", name, spec] makes an iterator, ["drop", name] forgets it, ["train", name] is one train_batch() with it,
-["evaluate", spec], ["drain"], ["barrier"], ["reset"], ["batch_size", samples], ["save"], ["load", case].
+Steps of a script: ["new", name, spec] makes an iterator, ["again", name, spec] lets one of kind "renewed" begin anew, ["train", name] is
+one train_batch() with it, ["evaluate", spec], ["drain"], ["barrier"], ["reset"], ["batch_size", samples], ["save"], ["load", case].
 
 A spec: "start" (0) of its microbatches, "count" (None: endless), "rows" {index: samples in that microbatch}, "kind" ("generator": a
-generator; "list": Python's list iterator), "short_replica" {replica: count}.
+generator; "list": Python's list iterator; "renewed": one object for all epochs), "short_replica" {replica: count}.
 """
 
 import itertools
@@ -28,6 +28,8 @@ def microbatches(spec, replica=0):
 
 def make_iterator(spec, replica, reads):
     """An iterator that notes what is read of it."""
+    if spec.get("kind") == "renewed":
+        return Renewed(spec, replica)
     if spec.get("kind") == "list":
         return iter(list(microbatches(spec, replica)))
 
@@ -37,6 +39,22 @@ def make_iterator(spec, replica, reads):
             yield each
 
     return noted()
+
+
+class Renewed:
+    """The iterator of a loader that is its own iterator, as DeepSpeed's is, or that keeps its workers over epochs."""
+
+    def __init__(self, spec, replica):
+        self.begin(spec, replica)
+
+    def begin(self, spec, replica):
+        self._left = microbatches(spec, replica)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self._left)
 
 
 def expected(case):
@@ -50,7 +68,7 @@ def expected(case):
     simulator = PipelineSimulator([Stage(p) for p in parts], loss_fn, optimizers, accumulation=gas)
     gave, seen, left, last = [], [], {}, None
     for step, *arguments in case["script"]:
-        if step == "new":
+        if step in ("new", "again"):
             name, spec = arguments
             left[name] = microbatches(spec)
             last = None if last == name else last

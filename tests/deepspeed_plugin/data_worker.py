@@ -45,8 +45,8 @@ def run(case, out):
             if engine.is_last_stage() and "on_last_stage" in spec:
                 spec = {**spec, **spec["on_last_stage"]}
             iterators[name] = make_iterator(spec, replica, reads.setdefault(name, []))
-        elif step == "drop":
-            del iterators[arguments[0]]
+        elif step == "again":
+            iterators[arguments[0]].begin(arguments[1], replica)
         elif step == "train":
             try:
                 gave.append(float(engine.train_batch(iterators[arguments[0]])))
