@@ -310,6 +310,7 @@ class AsyncPipeline:
         trainable = self._trainable_parameters()
         if list(map(id, trainable)) == list(map(id, self._trainable)):
             return
+        self.tied.check()
         if self._filled:
             raise RuntimeError("parameters were frozen or unfrozen with microbatches in flight: call engine.drain() on all ranks before")
         self._trainable = trainable

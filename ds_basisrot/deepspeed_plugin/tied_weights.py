@@ -109,6 +109,7 @@ class TiedWeights:
         self._engine, module = engine, engine.module
         self._weights: list[TiedWeight] = []
         self._own: dict[str, Tensor] = {}
+        self._trainable: dict[str, tuple[torch.nn.Parameter, bool]] = {}
         me = dist.get_rank()
         parameters = dict(module.named_parameters())
         for key, (early, late) in tied_stages(module).items():
@@ -123,6 +124,7 @@ class TiedWeights:
                 peer = Peer(late if first else early, ranks[late if first else early], *groups)
                 for attribute in module.tied_comms[key]["weight_attr"]:
                     name = f"tied_modules.{key}.{attribute}"
+                    self._trainable[name] = (parameters[name], parameters[name].requires_grad)
                     if parameters[name].requires_grad:
                         self._weights.append(TiedWeight(name, parameters[name], peer, engine.stage_id, first, late - early))
         if self._weights:
@@ -134,6 +136,17 @@ class TiedWeights:
 
     def __bool__(self) -> bool:
         return bool(self._weights)
+
+    def check(self) -> None:
+        """Refuse that copies are frozen or unfrozen while training: gradients of theirs are on the way.
+
+        Raises:
+            RuntimeError: naming the weight.
+        """
+        for name, (parameter, trainable) in self._trainable.items():
+            if parameter.requires_grad != trainable:
+                verb = "frozen" if trainable else "unfrozen"
+                raise RuntimeError(f"{name} was {verb}: async_1f1b cannot do that to tied weights; do it before initialize()")
 
     def begin_update(self) -> None:
         """Take the gradients of this stage's copies and put those that are due in their place, before gradients are reduced."""
