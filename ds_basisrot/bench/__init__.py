@@ -1,1 +1,1 @@
-"""Measurements of the optimizer beside others: who takes part, on which gradients, and how time is taken."""
+"""Measurements: the optimizer beside others on given gradients, what staleness costs a small model, schedules with real processes."""

@@ -1,6 +1,18 @@
 """Types of arguments that several subcommands have."""
 
 import argparse
+import math
+
+
+def nonnegative(text: str) -> float:
+    """A number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, not {text!r}")
+    return value
 
 
 def count(text: str) -> int:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import platform
 import statistics
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_basisrot import __version__
-from ds_basisrot.cli.arguments import count
+from ds_basisrot.cli.arguments import count, nonnegative
 from ds_basisrot.cli.errors import CommandError
 from ds_basisrot.cli.output import add_json_argument, amount, check_json_target, console, progress, write_json
 
@@ -41,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--stages", type=count, default=8, metavar="P", help="pipeline stages; 1 trains without staleness (8)")
     parser.add_argument("--updates", type=count, default=1000, metavar="N", help="updates of 1 microbatch each (1000)")
-    parser.add_argument("--lr", type=_rate, default=1e-3, metavar="LR", help="peak learning rate where a block has none (1e-3)")
+    parser.add_argument("--lr", type=nonnegative, default=1e-3, metavar="LR", help="peak learning rate where a block has none (1e-3)")
     parser.add_argument(
         "--seeds", "--seed", type=_seeds, default=[0], metavar="N,...", help="of initial weights and batches; several show the spread (0)"
     )
@@ -202,13 +201,3 @@ def _seeds(text: str) -> list[int]:
     if min(seeds) < 0 or max(seeds) >= 2**32 or len(set(seeds)) < len(seeds):
         raise argparse.ArgumentTypeError(f"must be different whole numbers from 0 to 2^32 - 1, such as 0,1, not {text!r}")
     return seeds
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, not {text!r}")
-    return value

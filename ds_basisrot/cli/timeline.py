@@ -1,12 +1,11 @@
 """`ds-basisrot timeline`: an event simulation of a pipeline as text, table, picture and trace; the traces of a real run in one file."""
 
 import argparse
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ds_basisrot.cli.arguments import count
+from ds_basisrot.cli.arguments import count, nonnegative
 from ds_basisrot.cli.errors import CommandError
 from ds_basisrot.cli.output import add_json_argument, amount, check_json_target, console, table, write_json
 from ds_basisrot.pipeline.chrome_trace import BACKWARD, FORWARD, RANK_FILES, UPDATE, WAIT, Lane, merge, write_simulated
@@ -53,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     for option, of_what in (("--forward-ms", "forward (1)"), ("--backward-ms", "backward (2)"), ("--update-ms", "update (0)")):
         parser.add_argument(option, type=_numbers, metavar="T,...", help=f"time of a {of_what}: one number, or one for each stage")
-    parser.add_argument("--latency-ms", type=_number, metavar="T", help="from the sending of a message until it is received (0)")
+    parser.add_argument("--latency-ms", type=nonnegative, metavar="T", help="from the sending of a message until it is received (0)")
     parser.add_argument("--weight-bytes", type=_numbers, metavar="B,...", help="of a stage, to say what stashed versions take: as above")
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the stages' lanes over time")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the simulated or the merged trace")
@@ -220,14 +219,5 @@ def _check_targets(options: argparse.Namespace) -> None:
 
 
 def _numbers(text: str) -> list[float]:
-    return [_number(part) for part in text.split(",")]
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, or some with commas between for one per stage, not {text!r}")
-    return value
+    """One number, or several with commas between, for one per stage."""
+    return [nonnegative(part) for part in text.split(",")]

@@ -11,14 +11,14 @@ from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from torch import Tensor
 
 from .. import __version__
-from ..pipeline import chrome_trace
+from ..pipeline import chrome_trace, weight_prediction
 from ..pipeline.schedule import AsyncSchedule, staleness
 from ..pipeline.stash import stash_versions
 from ..pipeline.weight_versions import WeightVersions
 from . import agreement, checkpoint, private_names, shared_refreshes
 from .clipping import Norms
 from .config import ConfigError, PipelineOptions, describe_async
-from .corrections import LearningRateCorrection, compensate_delays
+from .corrections import DelayCompensation, LearningRateCorrection
 from .log import log, log_stage
 from .microbatches import Feeds, are_tensors
 from .on_all_ranks import on_all_ranks
@@ -69,7 +69,10 @@ class AsyncPipeline:
         self.saves_read_ahead = True
         self._filled = False
         self._replicas: Tensor | None = None  # of the last call: how many lack data for the next one, how many want to stop
-        self._correct_delays()
+        if options.lr_correction_updates and self.staleness > 0:
+            LearningRateCorrection(engine, self.staleness, options.lr_correction_updates)
+        self._compensation = DelayCompensation(engine, options.delay_compensation, lambda p: self.versions.newest(p))
+        self._compensate_delays()
         if options.trace is not None:
             path = chrome_trace.rank_file(options.trace, engine.stage_id, engine.grid.get_data_parallel_id())
             try:
@@ -85,14 +88,9 @@ class AsyncPipeline:
         """The weight versions of the microbatches in flight."""
         return self.stage.versions
 
-    def _correct_delays(self) -> None:
-        engine, options = self.engine, self.options
-        if options.lr_correction_updates and self.staleness > 0:
-            LearningRateCorrection(engine, self.staleness, options.lr_correction_updates)
-        if options.delay_compensation:
-            compensate_delays(
-                self._trainable, lambda p: self.versions.newest(p), options.delay_compensation, lambda: self.engine.micro_batches
-            )
+    def _compensate_delays(self) -> None:
+        if self.options.delay_compensation:
+            self._compensation.attach(self._trainable)
 
     def _log_start(self) -> None:
         engine, stages = self.engine, self.engine.num_stages
@@ -315,6 +313,7 @@ class AsyncPipeline:
             raise RuntimeError("parameters were frozen or unfrozen with microbatches in flight: call engine.drain() on all ranks before")
         self._trainable = trainable
         self.stage.versions = self._new_versions()
+        self._compensate_delays()
 
     def _trainable_parameters(self) -> list[torch.nn.Parameter]:
         return [p for p in self.engine.module.parameters() if p.requires_grad]
@@ -323,8 +322,6 @@ class AsyncPipeline:
         engine, stashing = self.engine, self.options.weight_stashing and self.staleness > 0
         if not self.options.weight_prediction:
             return WeightVersions(self._trainable, stashing)
-        from ..pipeline import weight_prediction
-
         optimizer = engine.basic_optimizer
         try:
             weight_prediction.check(optimizer)

@@ -24,15 +24,14 @@ def _path(engine: Any, folder: str, replica: int | None = None) -> str:
     return os.path.join(folder, name)
 
 
-def save(engine: Any, save_dir: str, tag: str, trained: int) -> None:
-    """Write this rank's file into the folder of checkpoint `tag`, before DeepSpeed writes its own and names it the latest.
+def save(pipeline: Any, folder: str) -> None:
+    """Write this rank's file into the folder of a checkpoint.
 
     Args:
-        engine: whose asynchronous pipeline is drained.
-        save_dir, tag: of the checkpoint.
-        trained: microbatches whose gradients are in the weights.
+        pipeline: the AsyncPipeline, drained.
+        folder: of the checkpoint.
     """
-    pipeline, folder = engine.async_pipeline, os.path.join(save_dir, tag)
+    engine = pipeline.engine
     os.makedirs(folder, exist_ok=True)
     tensors = {"cpu_rng_state": torch.get_rng_state(), "norms": pipeline.norms.known.cpu()}
     if engine.device.type == "cuda":
@@ -47,7 +46,8 @@ def save(engine: Any, save_dir: str, tag: str, trained: int) -> None:
     about = {
         "format": FORMAT,
         "stages": engine.num_stages,
-        "microbatches_trained": trained,
+        "replicas": engine.dp_world_size,
+        "microbatches_trained": pipeline.trained,
         "micro_offset": engine.module.micro_offset,
         "read_ahead": shape,
     }
@@ -86,6 +86,7 @@ def load(pipeline: Any, checkpoint_path: str) -> None:
     folder = checkpoint_path if os.path.isdir(checkpoint_path) else os.path.dirname(checkpoint_path)
     path = _path(engine, folder)
     pipeline.trained = engine.global_steps * engine.micro_batches
+    pipeline.feeds.restore([])
     _load_tied(pipeline, folder)
     if not os.path.exists(path):
         log(f"{folder} was not saved by this schedule on this many replicas; random states start anew")
@@ -97,7 +98,8 @@ def load(pipeline: Any, checkpoint_path: str) -> None:
             torch.cuda.set_rng_state(file.get_tensor("device_rng_state"), engine.device)
         if "norms" in file.keys():
             pipeline.norms.known.copy_(file.get_tensor("norms"))
-        pipeline.feeds.restore(from_tensors(about.get("read_ahead", []), lambda name: file.get_tensor(name).to(engine.device)))
+        if about.get("replicas", engine.dp_world_size) == engine.dp_world_size:  # which share the data in another way otherwise
+            pipeline.feeds.restore(from_tensors(about.get("read_ahead", []), lambda name: file.get_tensor(name).to(engine.device)))
         engine.module.micro_offset = about["micro_offset"]
         pipeline.trained = about["microbatches_trained"]
 

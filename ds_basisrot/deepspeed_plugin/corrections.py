@@ -1,6 +1,7 @@
 """Known remedies for late gradients, for comparison: PipeDream-LR, delay compensation, weight prediction (the last in WeightVersions)."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,25 +50,29 @@ class LearningRateCorrection:
         self._uncorrected = []
 
 
-def compensate_delays(
-    parameters: Iterable[torch.nn.Parameter], newest: Callable[[Tensor], Tensor | None], strength: float, accumulation: Callable[[], int]
-) -> None:
-    """Add strength g^2 (w_now - w_then) to each microbatch's gradient g, which arrives divided by `accumulation` (DC-ASGD).
+class DelayCompensation:
+    """Adds strength g^2 (w_now - w_then) to each microbatch's gradient g, which arrives divided by the accumulation (DC-ASGD).
 
     Args:
-        parameters: whose gradients are corrected; inside a backward they hold w_then.
-        newest: w_now of one of them, None where it is w_then.
+        engine: its microbatches per update are the accumulation.
+        strength: lambda.
+        newest: w_now of a parameter, which holds w_then inside a backward; None where they are the same.
     """
 
-    def hook(p: torch.nn.Parameter) -> Callable[[Tensor], Tensor]:
-        def corrected(gradient: Tensor) -> Tensor:
-            now = newest(p)
-            if now is None:
-                return gradient
-            g = gradient.float()
-            return (g + strength * accumulation() * g * g * (now.float() - p.detach().float())).to(gradient.dtype)
+    def __init__(self, engine: Any, strength: float, newest: Callable[[Tensor], Tensor | None]):
+        self._engine, self._strength, self._newest = engine, strength, newest
+        self._attached: set[torch.nn.Parameter] = set()
 
-        return corrected
+    def attach(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Correct the gradients of these parameters from now on."""
+        for p in parameters:
+            if p not in self._attached:
+                self._attached.add(p)
+                p.register_hook(partial(self._corrected, p))
 
-    for p in parameters:
-        p.register_hook(hook(p))
+    def _corrected(self, p: torch.nn.Parameter, gradient: Tensor) -> Tensor:
+        now = self._newest(p)
+        if now is None:
+            return gradient
+        g = gradient.float()
+        return (g + self._strength * self._engine.micro_batches * g * g * (now.float() - p.detach().float())).to(gradient.dtype)

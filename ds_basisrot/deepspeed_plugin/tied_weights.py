@@ -56,15 +56,15 @@ class TiedWeight:
     Args:
         name: of the parameter on this stage.
         parameter: the weight.
-        peer: the other stage; its groups are for what comes from the earlier stage, and from the later one.
-        first: whether this is the earlier of the two stages.
-        distance: stages between the two.
+        peer: the other stage; its group is for what goes there.
+        from_peer: the group for what comes from there.
+        me: this stage.
     """
 
-    def __init__(self, name: str, parameter: torch.nn.Parameter, peer: Peer, me: int, first: bool, distance: int):
-        self.name, self.parameter, self.first, self.distance = name, parameter, first, distance
-        self._peer, self._me = peer, me
-        self._to, self._from = (peer.group, peer.control_group) if first else (peer.control_group, peer.group)
+    def __init__(self, name: str, parameter: torch.nn.Parameter, peer: Peer, from_peer: Any, me: int):
+        self.name, self.parameter = name, parameter
+        self.first, self.distance = me < peer.stage, abs(me - peer.stage)
+        self._peer, self._from, self._me = peer, from_peer, me
         self.pending: deque[Pending] = deque()
         self.applied = torch.zeros_like(parameter, dtype=torch.float32)
 
@@ -86,7 +86,7 @@ class TiedWeight:
         other, its_factor = torch.empty_like(own), torch.empty_like(factor)
         try:
             works = [dist.irecv(t, self._peer.rank, group=self._from) for t in (other, its_factor)]
-            sends = [dist.isend(t, self._peer.rank, group=self._to) for t in (own, factor)]
+            sends = [dist.isend(t, self._peer.rank, group=self._peer.group) for t in (own, factor)]
         except RuntimeError as error:
             raise self._peer.lost(self._me, error) from None
         # the tensors that are sent stay alive until the other part is here, and by then they have arrived
@@ -120,13 +120,13 @@ class TiedWeights:
                 for name, p in module.tied_modules[key].named_parameters():
                     if name not in module.tied_comms[key]["weight_attr"]:
                         p.ds_pipe_replicated = False  # DeepSpeed takes the whole module for a copy, and would leave this out of the norm
-                first = me == ranks[early]
-                peer = Peer(late if first else early, ranks[late if first else early], *groups)
+                other, (to_peer, from_peer) = (late, groups) if me == ranks[early] else (early, groups[::-1])
+                peer = Peer(other, ranks[other], to_peer)
                 for attribute in module.tied_comms[key]["weight_attr"]:
                     name = f"tied_modules.{key}.{attribute}"
                     self._trainable[name] = (parameters[name], parameters[name].requires_grad)
                     if parameters[name].requires_grad:
-                        self._weights.append(TiedWeight(name, parameters[name], peer, engine.stage_id, first, late - early))
+                        self._weights.append(TiedWeight(name, parameters[name], peer, from_peer, engine.stage_id))
         if self._weights:
             self._places = self._find_places()
             if not hasattr(engine.basic_optimizer, "register_step_pre_hook"):

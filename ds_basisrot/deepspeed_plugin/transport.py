@@ -48,7 +48,7 @@ class Peer:
     stage: int
     rank: int
     group: Any
-    control_group: Any
+    control_group: Any = None
 
     def lost(self, me: int, error: Exception) -> RuntimeError:
         """What to say when it cannot be reached any more."""
@@ -101,7 +101,7 @@ class Outbox:
         parts = []
         for form, control, fields, tensors in messages:
             buffer, views = self._free[form].pop() if self._free[form] else self._new(form)
-            pack(views, control, fields, tensors)
+            pack(views, control if self._peer.control_group is None else None, fields, tensors)
             parts.append((self._start(buffer, self._peer.group), form, (buffer, views)))
             if self._peer.control_group is not None:
                 numbers = control_tensor(control.numbers())

@@ -160,7 +160,8 @@ def _own_files(engine: Any, save_dir: str, folder: str, tag: str) -> Iterator[di
     """Write our files into `folder` of `save_dir`; gives what belongs into the client state of DeepSpeed's, which are written inside."""
     pipeline = getattr(engine, "async_pipeline", None)
     if pipeline is not None:
-        on_all_ranks(lambda: checkpoint.save(engine, save_dir, folder, pipeline.trained), f"write to {os.path.join(save_dir, folder)}")
+        path = os.path.join(save_dir, folder)
+        on_all_ranks(lambda: checkpoint.save(pipeline, path), f"write to {path}")
     if not _is_sharded(engine):
         yield {}
         return

@@ -114,9 +114,10 @@ class Format:
         return [buffer[start:stop].view(dtype).view(shape) for start, stop, dtype, shape in self._places]
 
 
-def pack(views: list[Tensor], control: Control, fields: Tensor | None, tensors: list[Tensor]) -> None:
-    """Write a message into the views of its buffer. Without `tensors` their places stay as they are."""
-    views[0].copy_(control_tensor(control.numbers()))
+def pack(views: list[Tensor], control: Control | None, fields: Tensor | None, tensors: list[Tensor]) -> None:
+    """Write a message into the views of its buffer. Places of what is not given stay as they are."""
+    if control is not None:
+        views[0].copy_(control_tensor(control.numbers()))
     if fields is not None:
         views[1].copy_(fields)
     for place, tensor in zip(views[2:], tensors):

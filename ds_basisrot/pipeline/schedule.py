@@ -1,4 +1,4 @@
-"""The no-flush 1F1B schedule as data: the actions of every stage, validated and printable, with its staleness computed from them."""
+"""The no-flush 1F1B schedule as data: the actions of every stage, validated, with its staleness computed from them."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -116,23 +116,6 @@ class AsyncSchedule:
         """Staleness of `stage` in microbatches once the pipeline is full, counted on the actions themselves."""
         counts = microbatch_staleness(flatten(self.calls(stage, 2 * self.stages // self.accumulation + 2)))
         return max(counts.values())
-
-    def format(self, calls: int = 2) -> str:
-        """The first `calls` calls as text: one row per stage, one column per time slot (a forward and a backward take one slot each)."""
-        if calls < 1:
-            raise ScheduleError(f"calls: must be >= 1, got {calls}")
-        runs = per_stage_calls(self, calls)
-        slots = validate(runs)
-        last_of_update = {call[-1].microbatch for call in runs[0]}
-        rows: list[dict[int, str]] = [{} for _ in runs]
-        for (stage, action), slot in slots.items():
-            updates = action.kind is Kind.BACKWARD and action.microbatch in last_of_update
-            rows[stage][slot] = f"{action}{'*' if updates else ''}"
-        width = 2 + max(len(cell) for row in rows for cell in row.values())
-        lines = [
-            f"stage {stage:<3d}|" + "".join(f"{row.get(t, '.'):>{width}}" for t in range(max(row) + 1)) for stage, row in enumerate(rows)
-        ]
-        return "\n".join([*lines, "F forward, B backward, * update after this backward, . idle"])
 
 
 def flatten(calls: list[list[Action]]) -> list[Action]:

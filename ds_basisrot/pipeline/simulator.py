@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .simulated_clipping import ClipHistory
 from .simulated_ties import apply, exchange, find_ties
+from .weight_prediction import predicted_changes
 
 
 class PipelineSimulator:
@@ -171,8 +172,6 @@ class PipelineSimulator:
     def _predicted_changes(self, stage: int) -> dict[nn.Parameter, Tensor]:
         if not self.weight_prediction or self._tau[stage] == 0:
             return {}
-        from .weight_prediction import predicted_changes
-
         return predicted_changes(self.optimizers[stage], -(-self._tau[stage] // self.accumulation))
 
     def _forward_backward(self, microbatch: int, inputs: Any, labels: Any) -> tuple[float, list[list[Tensor | None]]]:

@@ -42,6 +42,8 @@ def run(case, out):
     for step, *arguments in case["script"]:
         if step == "new":
             name, spec = arguments
+            if replica not in spec.get("replicas", [replica]):
+                continue
             if engine.is_last_stage() and "on_last_stage" in spec:
                 spec = {**spec, **spec["on_last_stage"]}
             iterators[name] = make_iterator(spec, replica, reads.setdefault(name, []))

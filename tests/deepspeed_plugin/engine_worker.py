@@ -22,7 +22,7 @@ DEFAULTS = {
     "layers": None, "head": False, "linears": 0, "seed_layers": False,
     "tied": False, "tied_everywhere": False, "tuples": False, "dropout": 0.0, "frozen": [], "checkpoint_activations": 0,
     "updates": 12, "eval_after": [], "save_after": None, "load": None, "reload_after": None, "user_changes": False, "refused": False,
-    "monitored": False, "batch_size_after": None,
+    "frozen_after": None, "monitored": False, "batch_size_after": None,
 }  # fmt: skip
 
 
@@ -105,6 +105,11 @@ def train_pipeline(engine, case, folder):
             engine.load_checkpoint(os.path.join(folder, "checkpoint"), load_optimizer_states=False)
         if case["batch_size_after"] and update == case["batch_size_after"][0]:
             engine.set_train_batch_size(case["batch_size_after"][1])
+        if case["frozen_after"] and update == case["frozen_after"][0]:
+            engine.drain()
+            for name, p in engine.module.named_parameters():
+                if case["frozen_after"][1] in name:
+                    p.requires_grad_(not p.requires_grad)
         if update == case["save_after"]:
             engine.save_checkpoint(os.path.join(folder, "checkpoint"))
     return {"losses": losses, "lrs": lrs, "evals": evals, "stage": engine.stage_id, "replica": replica}

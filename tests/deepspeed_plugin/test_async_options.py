@@ -76,7 +76,13 @@ RESUMED = [
     for case in (*CLIPPED, *TIED_CASES, *REMEDIES, *REPLICATED)
     if case.get("save_after")
 ]
-JOBS = {4: [*COMPARED, *REPLICATED, *ROUNDED, *RESUMED]}
+FROZEN = {"name": "tied-frozen", "stages": 2, "tied": True, "frozen_after": [3, "shared.up.weight"], "refused": True}
+# The first layers are trained from the fifth update on only.
+UNFROZEN = [
+    {"name": f"unfrozen-{strength}", "frozen": [0], "frozen_after": [5, "0."], "config": {"pipeline.delay_compensation": strength}}
+    for strength in (0.0, 0.5)
+]
+JOBS = {4: [*COMPARED, *REPLICATED, *ROUNDED, *RESUMED, *UNFROZEN, FROZEN]}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -124,6 +130,16 @@ def test_the_options_change_what_is_trained(results):
     assert differ("lagged_global-AdamW-1", "stage-AdamW-1")
     names = [case["name"] for case in REMEDIES if case["optimizer"] == "AdamW" and case["gas"] == 1]
     assert len(names) == 3 and all(differ(a, b) for a in names for b in names if a < b)
+
+
+def test_gradients_of_parameters_unfrozen_later_are_compensated_too(results):
+    plain, compensated = (results(4, case["name"])[0]["weights"] for case in UNFROZEN)
+    assert not torch.equal(plain["0.up.weight"], compensated["0.up.weight"])
+
+
+def test_tied_weights_cannot_be_frozen_while_training(results):
+    for r in results(4, "tied-frozen"):
+        assert "tied_modules.shared.up.weight was frozen" in r["message"] and "do it before initialize()" in r["message"]
 
 
 def test_the_learning_rate_that_is_logged_is_not_corrected(results):

@@ -90,6 +90,12 @@ REPLICAS = [
         "script": epochs(2, 4, count=8) + [["new", "a", {"count": 1, "short_replica": {"0": 8}}], TRAIN, TRAIN],
     }
 ]  # fmt: skip
+REPLICAS.append(
+    {
+        "name": "one-replica-changes", "stages": 2, "gas": 2,
+        "script": [["new", "a", {}], *[TRAIN] * 4, ["new", "a", {"start": 50, "replicas": [0]}], *[TRAIN] * 4],
+    }
+)  # fmt: skip
 for case in REPLICAS:
     case["name"] += f"-gas-{case['gas']}"
 DISAGREEING = [
@@ -155,6 +161,13 @@ def test_all_replicas_end_where_one_of_them_does(results, name, updates):
         assert [g == "StopIteration" for g in r["gave"]] == [False] * updates + [True] * (7 - updates)
         assert r["global_steps"] == updates
     assert len({tuple(r["losses"]) for r in results(4, name)}) == 1
+
+
+def test_one_replica_may_change_its_iterator_alone(results):
+    ranks = results(4, "one-replica-changes-gas-2")
+    assert len({tuple(r["gave"]) for r in ranks}) == 1 and all(r["global_steps"] == 8 for r in ranks)
+    for a, b in ((0, 1), (2, 3)):  # the replicas of a stage
+        assert all(torch.equal(w, ranks[b]["weights"][name]) for name, w in ranks[a]["weights"].items())
 
 
 def test_replicas_go_on_with_a_new_epoch(results):

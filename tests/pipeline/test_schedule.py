@@ -91,20 +91,12 @@ def test_a_broken_schedule_is_refused(change, message):
         validate(broken(change))
 
 
-def test_it_prints_as_a_table():
-    assert AsyncSchedule(2, 2).format(calls=2).splitlines() == [
-        "stage 0  |   F0   F1    .   B0   F2  B1*   F3   B2   F4  B3*",
-        "stage 1  |    .   F0   B0   F1  B1*   F2   B2   F3  B3*",
-        "F forward, B backward, * update after this backward, . idle",
-    ]
-
-
 def test_staleness_counts_backwards_in_between():
     actions = [Action(kind, m) for kind, m in ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 0), (Kind.BACKWARD, 1))]
     assert microbatch_staleness(actions) == {0: 0, 1: 1}
 
 
-@pytest.mark.parametrize("ask", [lambda s: s.staleness(4), lambda s: s.call(-1, 0, True), lambda s: s.format(calls=0)])
+@pytest.mark.parametrize("ask", [lambda s: s.staleness(4), lambda s: s.call(-1, 0, True)])
 def test_what_is_not_there_is_refused(ask):
     with pytest.raises(ScheduleError, match="must be"):
         ask(AsyncSchedule(4, 2))

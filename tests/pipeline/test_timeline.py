@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ds_basisrot.pipeline.schedule import AsyncSchedule, Kind, flatten, microbatch_staleness, microbatch_versions
+from ds_basisrot.pipeline.schedule import AsyncSchedule, Kind, flatten, microbatch_staleness, microbatch_versions, per_stage_calls, validate
 from ds_basisrot.pipeline.timeline import FlushingSchedule, Times, simulate, steady_calls
 
 SIZES = [*itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 16)), (32, 1), (32, 5)]
@@ -99,9 +99,19 @@ def test_a_flush_makes_all_stages_wait_before_the_update():
 
 
 @pytest.mark.parametrize("stages, accumulation", [(1, 2), (2, 2), (4, 3), (6, 1)])
-def test_its_text_is_the_schedules(stages, accumulation):
+def test_its_times_are_those_of_the_checked_schedule(stages, accumulation):
     schedule = AsyncSchedule(stages, accumulation)
-    assert simulate(schedule, Times.of(stages, 1.0, 1.0), 3).format() == schedule.format(calls=3)
+    slots = {(stage, str(action)): slot for (stage, action), slot in validate(per_stage_calls(schedule, 3)).items()}
+    spans = [s for s in simulate(schedule, Times.of(stages, 1.0, 1.0), 3).spans if s.kind in "FB"]
+    assert {(s.stage, f"{s.kind}{s.microbatch}"): s.start_ms for s in spans} == slots
+
+
+def test_its_text():
+    assert simulate(AsyncSchedule(2, 2), Times.of(2, 1.0, 1.0), 2).format().splitlines() == [
+        "stage 0  |   F0   F1    .   B0   F2  B1*   F3   B2   F4  B3*",
+        "stage 1  |    .   F0   B0   F1  B1*   F2   B2   F3  B3*",
+        "F forward, B backward, * update after this backward, . idle",
+    ]
 
 
 def test_the_text_of_a_flush():
