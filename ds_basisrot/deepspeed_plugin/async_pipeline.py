@@ -16,6 +16,7 @@ from ..pipeline.schedule import AsyncSchedule, staleness
 from ..pipeline.stash import stash_versions
 from ..pipeline.weight_versions import WeightVersions
 from . import agreement, checkpoint, private_names, shared_refreshes
+from .channels import GONE, Lanes, first_words
 from .clipping import Norms
 from .config import ConfigError, PipelineOptions, describe_async
 from .corrections import DelayCompensation, LearningRateCorrection
@@ -25,7 +26,7 @@ from .on_all_ranks import on_all_ranks
 from .stage import OutOfData, Stage
 from .stopping import StopRequests
 from .tied_weights import TiedWeights
-from .transport import GONE, PairGroups, Transport, first_words
+from .transport import Transport
 
 TRAIN = object()
 """Stands for our schedule where DeepSpeed hands its own from one method to the next."""
@@ -50,14 +51,15 @@ class AsyncPipeline:
         if engine.is_first_stage() and engine.num_stages > 1 and not self._trainable:
             raise ConfigError("num_stages: the first stage has no trainable parameter; give its layers to the next stage")
         _let_the_host_run_ahead(engine)
-        groups = PairGroups(engine.grid.pipe_groups, control_apart=engine.device.type != "cpu")
+        own_group = engine.grid.get_pipe_parallel_group()
+        lanes = Lanes(engine.grid.pipe_groups, own_group, control_apart=engine.device.type != "cpu")
         self.norms = Norms(engine, engine.stage_id, engine.num_stages, options.clip_scope)
         self.tied = TiedWeights(engine)
         self.stop_requests = StopRequests(engine.num_stages)
         fields = engine.num_stages
         self.stage = Stage(
             engine,
-            Transport(groups, self.staleness, engine.device, activation_fields=fields, gradient_fields=1 + fields),
+            Transport(lanes, self.staleness, engine.device, activation_fields=fields, gradient_fields=1 + fields),
             self._new_versions(),
             self.norms,
             self.tied,

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .channels import TIED, Channel, group_of_pair
 from .config import ConfigError
 from .tied_layers import tied_stages
-from .transport import Peer
 from .zero import LAYOUTS
 
 
@@ -34,16 +34,15 @@ class Pending:
     total: Tensor | None = None
     sends: list[Any] = field(default_factory=list)
 
-    def settle(self, first: bool, peer: Peer, me: int) -> None:
+    def settle(self, first: bool, to_other: Channel, from_other: Channel) -> None:
         """Wait for the other part and add both, the earlier stage's first, so that both stages get the same bits."""
         if self.received is None:
             return
         other, factor, works = self.received
-        try:
-            for work in [*works, *self.sends]:
-                work.wait()
-        except RuntimeError as error:
-            raise peer.lost(me, error) from None
+        for work in works:
+            from_other.wait(work)
+        for work in self.sends:
+            to_other.wait(work)
         parts = [self.own, other] if first else [other, self.own]
         self.total = parts[0].float() + parts[1].float()
         self.factor = torch.minimum(self.factor, factor.reshape(()))
@@ -56,15 +55,13 @@ class TiedWeight:
     Args:
         name: of the parameter on this stage.
         parameter: the weight.
-        peer: the other stage; its group is for what goes there.
-        from_peer: the group for what comes from there.
-        me: this stage.
+        to_other, from_other: channels to and from the other stage.
     """
 
-    def __init__(self, name: str, parameter: torch.nn.Parameter, peer: Peer, from_peer: Any, me: int):
+    def __init__(self, name: str, parameter: torch.nn.Parameter, to_other: Channel, from_other: Channel):
         self.name, self.parameter = name, parameter
-        self.first, self.distance = me < peer.stage, abs(me - peer.stage)
-        self._peer, self._from, self._me = peer, from_peer, me
+        self.first, self.distance = to_other.me < to_other.stage, abs(to_other.me - to_other.stage)
+        self._to, self._from = to_other, from_other
         self.pending: deque[Pending] = deque()
         self.applied = torch.zeros_like(parameter, dtype=torch.float32)
 
@@ -75,7 +72,7 @@ class TiedWeight:
         self.applied = torch.zeros_like(self.applied)
         while self.pending and self.pending[0].update <= update - delay:
             each = self.pending.popleft()
-            each.settle(self.first, self._peer, self._me)
+            each.settle(self.first, self._to, self._from)
             total += each.total
             self.applied += each.total * each.factor
         return total
@@ -84,18 +81,15 @@ class TiedWeight:
         """Send this stage's part of an update and post the receive of the other's. Returns at once."""
         own, factor = own.contiguous(), factor.detach().float().reshape(1).clone()
         other, its_factor = torch.empty_like(own), torch.empty_like(factor)
-        try:
-            works = [dist.irecv(t, self._peer.rank, group=self._from) for t in (other, its_factor)]
-            sends = [dist.isend(t, self._peer.rank, group=self._peer.group) for t in (own, factor)]
-        except RuntimeError as error:
-            raise self._peer.lost(self._me, error) from None
+        works = [self._from.receive(t) for t in (other, its_factor)]
+        sends = [self._to.send(t) for t in (own, factor)]
         # the tensors that are sent stay alive until the other part is here, and by then they have arrived
         self.pending.append(Pending(update, own, (other, its_factor, works), factor.reshape(()), None, sends))
 
     def settle(self) -> None:
         """Wait for all that is under way."""
         for each in self.pending:
-            each.settle(self.first, self._peer, self._me)
+            each.settle(self.first, self._to, self._from)
 
 
 class TiedWeights:
@@ -114,19 +108,19 @@ class TiedWeights:
         parameters = dict(module.named_parameters())
         for key, (early, late) in tied_stages(module).items():
             for ranks in engine.grid.pipe_groups:
-                groups = [dist.new_group([ranks[early], ranks[late]]) for _ in range(2)]
+                groups = [group_of_pair((ranks[early], ranks[late]), engine.grid.get_pipe_parallel_group()) for _ in range(2)]
                 if me not in (ranks[early], ranks[late]):
                     continue
                 for name, p in module.tied_modules[key].named_parameters():
                     if name not in module.tied_comms[key]["weight_attr"]:
                         p.ds_pipe_replicated = False  # DeepSpeed takes the whole module for a copy, and would leave this out of the norm
-                other, (to_peer, from_peer) = (late, groups) if me == ranks[early] else (early, groups[::-1])
-                peer = Peer(other, ranks[other], to_peer)
+                other, groups = (late, groups) if me == ranks[early] else (early, groups[::-1])
+                channels = [Channel(engine.stage_id, other, ranks[other], group, TIED) for group in groups]
                 for attribute in module.tied_comms[key]["weight_attr"]:
                     name = f"tied_modules.{key}.{attribute}"
                     self._trainable[name] = (parameters[name], parameters[name].requires_grad)
                     if parameters[name].requires_grad:
-                        self._weights.append(TiedWeight(name, parameters[name], peer, from_peer, engine.stage_id))
+                        self._weights.append(TiedWeight(name, parameters[name], *channels))
         if self._weights:
             self._places = self._find_places()
             if not hasattr(engine.basic_optimizer, "register_step_pre_hook"):

@@ -1,14 +1,12 @@
-"""Messages between neighbouring stages: receives posted ahead, sends that never block, a process group for each direction of each pair."""
+"""Messages between neighbouring stages: receives posted ahead, sends that never block, a channel for each direction of each pair."""
 
-import re
 from collections import defaultdict, deque
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from .channels import Channel, Lane, Lanes
 from .wire import (
     CONTROL_NUMBERS,
     Control,
@@ -32,58 +30,6 @@ ANNOUNCEMENT = Format(0, ((torch.int64, (MAX_LAYOUT,)),))
 """A message whose tensor is a layout."""
 
 
-GONE = ("by peer", "Broken pipe", "Read error", "Write error")
-"""In what Gloo says when a process at the other end has ended."""
-
-
-def first_words(error: Exception) -> str:
-    """What Gloo says, without where in its sources it does and what it advises."""
-    return re.sub(r"^\[[^\]]*\] ", "", str(error)).split(". ")[0].split("\n")[0] or type(error).__name__
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A neighbour: its stage and global rank, and the groups that data and, from an accelerator, control numbers travel in."""
-
-    stage: int
-    rank: int
-    group: Any
-    control_group: Any = None
-
-    def lost(self, me: int, error: Exception) -> RuntimeError:
-        """What to say when it cannot be reached any more."""
-        return RuntimeError(
-            f"stage {me} lost its connection to stage {self.stage} (rank {self.rank}): that process has ended, look for what it said "
-            f"({first_words(error)})"
-        )
-
-
-class PairGroups:
-    """The process groups of this rank: to and from its neighbours in the pipeline, forwards and backwards apart.
-
-    Every rank of the job must build one, at the same time: creating process groups is collective.
-
-    Args:
-        pipelines: for every pipeline of the job, the global ranks of its stages in order.
-        control_apart: control numbers travel as messages of their own between the processors, so that no host waits for an accelerator.
-    """
-
-    def __init__(self, pipelines: list[list[int]], control_apart: bool):
-        me = dist.get_rank()
-        self.stage = 0
-        self.from_previous = self.to_previous = self.to_next = self.from_next = None
-        for ranks in pipelines:
-            for stage, (first, second) in enumerate(zip(ranks, ranks[1:])):
-                groups = [dist.new_group([first, second]) for _ in range(2)]
-                controls = [dist.new_group([first, second], backend="gloo") if control_apart else None for _ in range(2)]
-                if me == second:
-                    self.stage = stage + 1
-                    self.from_previous, self.to_previous = (Peer(stage, first, g, c) for g, c in zip(groups, controls))
-                elif me == first:
-                    self.stage = stage
-                    self.to_next, self.from_next = (Peer(stage + 1, second, g, c) for g, c in zip(groups, controls))
-
-
 class Outbox:
     """Sends under way to one neighbour. Buffers are kept until their send is complete, then used again.
 
@@ -91,21 +37,22 @@ class Outbox:
     meanwhile received something that its receipt led to.
     """
 
-    def __init__(self, peer: Peer, me: int, depth: int, device: torch.device):
-        self._peer, self._me, self._depth, self._device = peer, me, depth, device
-        self._under_way: deque[list[tuple[Any, Format | None, Any]]] = deque()
+    def __init__(self, lane: Lane, depth: int, device: torch.device):
+        self._lane, self._depth, self._device = lane, depth, device
+        self._under_way: deque[list[tuple[Channel, Any, Format | None, Any]]] = deque()
         self._free: dict[Format, list[tuple[Tensor, list[Tensor]]]] = defaultdict(list)
 
     def send(self, *messages: tuple[Format, Control, Tensor | None, list[Tensor]]) -> None:
         """Send messages of (format, control, fields, tensors), one after the other."""
+        data, apart = self._lane.data, self._lane.control
         parts = []
         for form, control, fields, tensors in messages:
             buffer, views = self._free[form].pop() if self._free[form] else self._new(form)
-            pack(views, control if self._peer.control_group is None else None, fields, tensors)
-            parts.append((self._start(buffer, self._peer.group), form, (buffer, views)))
-            if self._peer.control_group is not None:
+            pack(views, control if apart is None else None, fields, tensors)
+            parts.append((data, data.send(buffer), form, (buffer, views)))
+            if apart is not None:
                 numbers = control_tensor(control.numbers())
-                parts.append((self._start(numbers, self._peer.control_group), None, numbers))
+                parts.append((apart, apart.send(numbers), None, numbers))
         self._under_way.append(parts)
         while len(self._under_way) > self._depth:
             self._wait_for_oldest()
@@ -121,18 +68,9 @@ class Outbox:
         buffer = torch.empty(form.bytes, dtype=torch.uint8, device=self._device)
         return buffer, form.views(buffer)
 
-    def _start(self, tensor: Tensor, group: Any) -> Any:
-        try:
-            return dist.isend(tensor, self._peer.rank, group=group)
-        except RuntimeError as error:
-            raise self._peer.lost(self._me, error) from None
-
     def _wait_for_oldest(self) -> None:
-        for work, form, buffer in self._under_way.popleft():
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._peer.lost(self._me, error) from None
+        for channel, work, form, buffer in self._under_way.popleft():
+            channel.wait(work)
             if form is not None:
                 self._free[form].append(buffer)
 
@@ -140,33 +78,25 @@ class Outbox:
 class Inbox:
     """Receives from one neighbour, posted ahead and waited for in order."""
 
-    def __init__(self, peer: Peer, me: int, device: torch.device):
-        self._peer, self._me, self._device = peer, me, device
-        self._posted: deque[tuple[Format, Tensor, Any, Tensor | None, Any]] = deque()
+    def __init__(self, lane: Lane, device: torch.device):
+        self._lane, self._device = lane, device
+        self._posted: deque[tuple[list[Tensor], Any, Tensor | None, Any]] = deque()
 
     def post(self, form: Format) -> None:
         """Post the receive of the next message."""
         buffer = torch.empty(form.bytes, dtype=torch.uint8, device=self._device)
-        control, control_work = None, None
-        try:
-            work = dist.irecv(buffer, self._peer.rank, group=self._peer.group)
-            if self._peer.control_group is not None:
-                control = torch.empty(CONTROL_NUMBERS, dtype=torch.int64)
-                control_work = dist.irecv(control, self._peer.rank, group=self._peer.control_group)
-        except RuntimeError as error:
-            raise self._peer.lost(self._me, error) from None
-        self._posted.append((form, buffer, work, control, control_work))
+        work, control, control_work = self._lane.data.receive(buffer), None, None
+        if self._lane.control is not None:
+            control = torch.empty(CONTROL_NUMBERS, dtype=torch.int64)
+            control_work = self._lane.control.receive(control)
+        self._posted.append((form.views(buffer), work, control, control_work))
 
     def take(self) -> tuple[Control, Tensor, list[Tensor]]:
         """Wait for the oldest posted message: (control, fields, tensors)."""
-        form, buffer, work, control, control_work = self._posted.popleft()
-        try:
-            if control_work is not None:
-                control_work.wait()
-            work.wait()
-        except RuntimeError as error:
-            raise self._peer.lost(self._me, error) from None
-        numbers, fields, *tensors = form.views(buffer)
+        (numbers, fields, *tensors), work, control, control_work = self._posted.popleft()
+        if control_work is not None:
+            self._lane.control.wait(control_work)
+        self._lane.data.wait(work)
         return Control.of((numbers if control is None else control).tolist()), fields, tensors
 
     def __len__(self) -> int:
@@ -181,19 +111,19 @@ class Transport:
     the activation of the same microbatch. Both begin with control numbers and `fields` float32 numbers.
 
     Args:
-        groups: process groups to the neighbours.
+        lanes: to and from the neighbours.
         staleness: microbatches in flight on this stage, which bounds the sends under way.
         device: where received tensors are allocated.
         activation_fields, gradient_fields: float32 numbers in each kind of message.
     """
 
-    def __init__(self, groups: PairGroups, staleness: int, device: torch.device, activation_fields: int, gradient_fields: int):
-        depth, me = staleness + 2, groups.stage
+    def __init__(self, lanes: Lanes, staleness: int, device: torch.device, activation_fields: int, gradient_fields: int):
+        depth = staleness + 2
         self._activation_fields, self._gradient_fields = activation_fields, gradient_fields
-        self._activations_in = Inbox(groups.from_previous, me, device) if groups.from_previous else None
-        self._gradients_out = Outbox(groups.to_previous, me, depth, device) if groups.to_previous else None
-        self._activations_out = Outbox(groups.to_next, me, depth, device) if groups.to_next else None
-        self._gradients_in = Inbox(groups.from_next, me, device) if groups.from_next else None
+        self._activations_in = Inbox(lanes.from_previous, device) if lanes.from_previous else None
+        self._gradients_out = Outbox(lanes.to_previous, depth, device) if lanes.to_previous else None
+        self._activations_out = Outbox(lanes.to_next, depth, device) if lanes.to_next else None
+        self._gradients_in = Inbox(lanes.from_next, device) if lanes.from_next else None
         self._layout_in: Layout | None = None
         self._layout_out: Layout | None = None
         self._received: dict[int, Layout | None] = {}  # of the activations whose gradients are to come
