@@ -54,6 +54,7 @@ class AsyncPipeline:
         own_group = engine.grid.get_pipe_parallel_group()
         lanes = Lanes(engine.grid.pipe_groups, own_group, control_apart=engine.device.type != "cpu")
         self.norms = Norms(engine, engine.stage_id, engine.num_stages, options.clip_scope)
+        self.norms.parameters = self._trainable
         self.tied = TiedWeights(engine)
         self.stop_requests = StopRequests(engine.num_stages)
         fields = engine.num_stages
@@ -313,7 +314,7 @@ class AsyncPipeline:
         self.tied.check()
         if self._filled:
             raise RuntimeError("parameters were frozen or unfrozen with microbatches in flight: call engine.drain() on all ranks before")
-        self._trainable = trainable
+        self._trainable = self.norms.parameters = trainable
         self.stage.versions = self._new_versions()
         self._compensate_delays()
 

@@ -1,5 +1,6 @@
 """Gradient norms of an asynchronous pipeline: each stage's own is current, the others' last known ones ride on the messages."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ class Norms:
         self.known = self.fields[1:]
         self.factor = torch.ones((), device=engine.device)
         """What the gradients of the last update were multiplied by."""
+        self.parameters: Sequence[torch.nn.Parameter] = ()
+        """The trainable ones of this stage."""
+        self._mine = torch.arange(stages, device=engine.device) == stage
 
     def from_previous(self, norms: Tensor) -> None:
         """Take in what came with an activation, `[stages]`: the earlier stages' norms are newer there."""
@@ -40,10 +44,9 @@ class Norms:
         """The norm to clip by, of this stage's own in this update; not finite where that is not."""
         total = own
         if self._lagged:
-            norms = self.known.clone()
-            norms[self._stage] = own
+            norms = torch.where(self._mine, own, self.known)
             total = torch.linalg.vector_norm(norms)
-            self.known[self._stage] = torch.where(own.isfinite(), own, self.known[self._stage])
+            torch.where(norms.isfinite(), norms, self.known, out=self.known)
         if self._engine.gradient_clipping() > 0:
             self.factor = (self._engine.gradient_clipping() / (total + STABILIZER)).clamp(max=1.0)
         return total
@@ -64,13 +67,12 @@ class Norms:
             wrapper.get_grads_for_norm = self._one_gradient_of_that_norm(wrapper.get_grads_for_norm)
 
     def _clip(self) -> None:
-        parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
-        counted = [p.grad for p in parameters if not getattr(p, "ds_pipe_replicated", False)]
+        with_gradient = [p for p in self.parameters if p.grad is not None]
+        counted = [p.grad for p in with_gradient if not getattr(p, "ds_pipe_replicated", False)]
         own = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=self._engine.device)
-        total = self.total(own)
-        if parameters:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._engine.gradient_clipping(), total)
-        self._engine._global_grad_norm = total
+        self._engine._global_grad_norm = self.total(own)
+        if with_gradient:
+            torch._foreach_mul_([p.grad for p in with_gradient], self.factor)
 
     def _one_gradient_of_that_norm(self, get_grads_for_norm: Any) -> Any:
         """DeepSpeed's bf16 optimizer takes the norm of a list of gradients: give it one that has the norm."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -156,7 +157,7 @@ class BasisRotation(MatrixUpdates, torch.optim.Optimizer):
         self._prepare()
         work = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None and p.numel() > 0]
         if work:
-            with torch.autocast(work[0][1].device.type, enabled=False):
+            with _no_autocast(work[0][1].device.type):
                 self._take_step(work)
         return loss
 
@@ -184,7 +185,7 @@ class BasisRotation(MatrixUpdates, torch.optim.Optimizer):
         work = [(group, p) for group in self.param_groups for p in group["params"] if self.state.get(p)]
         if not work:
             return {}
-        with torch.autocast(work[0][1].device.type, enabled=False):
+        with _no_autocast(work[0][1].device.type):
             return self._predicted_changes(work, updates)
 
     def _warn_of_idle_options(self) -> None:
@@ -253,3 +254,8 @@ class BasisRotation(MatrixUpdates, torch.optim.Optimizer):
         self.state.update(exact)
         for group, kept in zip(self.param_groups, options):
             group.update(kept)
+
+
+def _no_autocast(device_type: str) -> AbstractContextManager:
+    """Switches autocast off where it is on; where it is not, that would only cost time."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()

@@ -9,6 +9,9 @@ from torch.optim.adamw import adamw
 
 from .gradient_gate import Gate
 
+FEWEST_FUSED = 1 << 13
+"""Elements above which one pass over memory saves more than torch's way to its kernel costs."""
+
 
 @dataclass(frozen=True)
 class Adam:
@@ -37,7 +40,11 @@ def update(gradient: Tensor, momentum: Tensor, second_moment: Tensor, options: A
     Returns:
         (X, step size): the rotated weight changes by -step size * X; X is the caller's.
     """
-    fused = gate.flag is None and all(t.device.type == "cpu" and t.is_contiguous() for t in (gradient, momentum, second_moment))
+    fused = (
+        gate.flag is None
+        and gradient.numel() > FEWEST_FUSED
+        and all(t.device.type == "cpu" and t.is_contiguous() for t in (gradient, momentum, second_moment))
+    )
     return (_update_fused if fused else _update)(gradient, momentum, second_moment, options, gate)
 
 

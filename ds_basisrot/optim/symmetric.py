@@ -40,6 +40,8 @@ def unpack(packed: Tensor, side: int) -> Tensor:
 
 def _block_bounds(side: int) -> list[tuple[int, int, int, int]]:
     """(first row, row after the last, first column, column after the last) of every block."""
+    if side <= PANEL_ROWS:
+        return [(0, side, 0, side)]
     bounds = []
     for top in range(0, side, STRIP_ROWS):
         bottom = min(top + STRIP_ROWS, side)
