@@ -12,8 +12,9 @@ ALLOWED = {
     "pipeline": {"torch"},
     "sharding": {"torch", "ds_basisrot.optim"},
     "bench": {"torch", "numpy", "deepspeed", "ds_basisrot.optim", "ds_basisrot.pipeline"},
+    "common": {"torch", "pydantic", "ds_basisrot.optim"},
     "deepspeed_plugin": {"torch", "deepspeed", "pydantic", "safetensors", "ds_basisrot"}
-    | {"ds_basisrot.optim", "ds_basisrot.pipeline", "ds_basisrot.sharding"},
+    | {"ds_basisrot.optim", "ds_basisrot.pipeline", "ds_basisrot.sharding", "ds_basisrot.common"},
 }
 
 

@@ -15,7 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from ds_basisrot.deepspeed_plugin.config import ConfigError, validate, without_auto  # here: the other commands need not wait for it
+    from ds_basisrot.common.blocks import ConfigError
+    from ds_basisrot.deepspeed_plugin.config import validate, without_auto  # here: the other commands need not wait for it
 
     config = load(options.config)
     try:

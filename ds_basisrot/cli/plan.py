@@ -96,7 +96,8 @@ def _check_together(options: argparse.Namespace) -> None:
 
 def _checked(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """The configuration without what a client will fill in."""
-    from ds_basisrot.deepspeed_plugin.config import ConfigError, validate, without_auto
+    from ds_basisrot.common.blocks import ConfigError
+    from ds_basisrot.deepspeed_plugin.config import validate, without_auto
 
     try:
         config, _ = without_auto(config)
@@ -108,7 +109,7 @@ def _checked(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _optimizer_options(config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any] | None:
     """BasisRotation's options, as the configuration and its defaults say; None for another optimizer, where stages are asked for."""
-    from ds_basisrot.deepspeed_plugin.config import is_basis_rotation, optimizer_params
+    from ds_basisrot.common.blocks import is_basis_rotation, optimizer_params
     from ds_basisrot.optim.basis_rotation import BasisRotation
 
     block = config.get("optimizer") or {}

@@ -11,22 +11,26 @@ from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from torch import Tensor
 
 from .. import __version__
+from ..common.agreement import agree
+from ..common.blocks import ConfigError, PipelineOptions, describe_async
+from ..common.log import log
 from ..pipeline import chrome_trace, weight_prediction
+from ..pipeline.channels import GONE, Lanes, first_words
+from ..pipeline.lagged_norms import LaggedNorms
 from ..pipeline.schedule import AsyncSchedule, staleness
 from ..pipeline.stash import stash_versions
+from ..pipeline.transport import Transport
 from ..pipeline.weight_versions import WeightVersions
-from . import agreement, checkpoint, private_names, shared_refreshes
-from .channels import GONE, Lanes, first_words
-from .clipping import Norms
-from .config import ConfigError, PipelineOptions, describe_async
+from . import checkpoint, private_names, shared_refreshes
+from .clipping import Clipping
 from .corrections import DelayCompensation, LearningRateCorrection
-from .log import log, log_stage
+from .facts import common_facts
+from .log import log_stage
 from .microbatches import Feeds, are_tensors
 from .on_all_ranks import on_all_ranks
 from .stage import OutOfData, Stage
 from .stopping import StopRequests
 from .tied_weights import TiedWeights
-from .transport import Transport
 
 TRAIN = object()
 """Stands for our schedule where DeepSpeed hands its own from one method to the next."""
@@ -46,15 +50,16 @@ class AsyncPipeline:
     def __init__(self, engine: Any, options: PipelineOptions):
         self.engine, self.options = engine, options
         self.staleness = staleness(engine.stage_id, engine.num_stages)
-        self._refresh_costs = agreement.agree(agreement.common_facts(engine._config._param_dict), shared_refreshes.own_cost(engine))
+        self._refresh_costs = agree(common_facts(engine._config._param_dict), shared_refreshes.own_cost(engine))
         self._trainable = self._trainable_parameters()
         if engine.is_first_stage() and engine.num_stages > 1 and not self._trainable:
             raise ConfigError("num_stages: the first stage has no trainable parameter; give its layers to the next stage")
         _let_the_host_run_ahead(engine)
         own_group = engine.grid.get_pipe_parallel_group()
         lanes = Lanes(engine.grid.pipe_groups, own_group, control_apart=engine.device.type != "cpu")
-        self.norms = Norms(engine, engine.stage_id, engine.num_stages, options.clip_scope)
-        self.norms.parameters = self._trainable
+        self.norms = LaggedNorms(engine.stage_id, engine.num_stages, options.clip_scope, engine.device)
+        self.clipping = Clipping(engine, self.norms)
+        self.clipping.parameters = self._trainable
         self.tied = TiedWeights(engine)
         self.stop_requests = StopRequests(engine.num_stages)
         fields = engine.num_stages
@@ -117,7 +122,7 @@ class AsyncPipeline:
         engine._train_schedule = lambda: TRAIN
         engine._exec_schedule = self._execute
         engine._aggregate_total_loss = self._mean_loss
-        self.norms.attach()
+        self.clipping.attach()
         engine.eval_batch = self._eval_batch
         engine.save_checkpoint = self._save_checkpoint
         engine.load_checkpoint = self._load_checkpoint
@@ -314,7 +319,7 @@ class AsyncPipeline:
         self.tied.check()
         if self._filled:
             raise RuntimeError("parameters were frozen or unfrozen with microbatches in flight: call engine.drain() on all ranks before")
-        self._trainable = self.norms.parameters = trainable
+        self._trainable = self.clipping.parameters = trainable
         self.stage.versions = self._new_versions()
         self._compensate_delays()
 

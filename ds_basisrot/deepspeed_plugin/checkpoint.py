@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from .config import ConfigError
-from .log import log
+from ..common.blocks import ConfigError
+from ..common.log import log
 from .microbatches import from_tensors, to_tensors
 
 FORMAT = 1

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import ConfigError
+from ..common.blocks import ConfigError
 
 
 class LearningRateCorrection:

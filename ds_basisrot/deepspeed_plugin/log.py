@@ -1,29 +1,8 @@
-"""One line on one rank, or for each stage: what is active and why. DeepSpeed's own logger hides such lines by default, so ours is apart."""
+"""One line for each pipeline stage."""
 
-import logging
-import sys
 from typing import Any
 
-import torch.distributed as dist
-
-logger = logging.getLogger("ds_basisrot")
-
-
-def _handler() -> logging.Handler:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("[%(asctime)s] [%(name)s] %(message)s", "%Y-%m-%d %H:%M:%S"))
-    return handler
-
-
-def log(message: str, rank: int = 0) -> None:
-    """Log `message` on `rank`; other ranks stay silent. Set the level of logger "ds_basisrot" to hide it."""
-    if not logger.handlers:
-        logger.addHandler(_handler())
-        logger.propagate = False
-        if logger.level == logging.NOTSET:
-            logger.setLevel(logging.INFO)
-    if not dist.is_initialized() or dist.get_rank() == rank:
-        logger.info(message)
+from ..common.log import log
 
 
 def speaks(engine: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .wire import Payload, as_tuple
+from ..pipeline.wire import Payload, as_tuple
 
 Microbatch = tuple[Payload | None, Payload | None]
 """(inputs on the first stage, labels on the last)."""

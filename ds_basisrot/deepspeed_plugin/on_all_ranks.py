@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .config import ConfigError
+from ..common.blocks import ConfigError
 
 
 def on_all_ranks(action: Callable[[], Any], what: str) -> list[Any]:

@@ -8,13 +8,16 @@ import torch
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from torch import Tensor, nn
 
+from ..common.agreement import agree
+from ..common.blocks import DIAGNOSTICS_PERIOD, ConfigError, optimizer_params
+from ..common.log import log
 from ..optim.basis_rotation import BasisRotation
 from ..optim.routing import describe, is_linear, named_rotation, pattern_matches, route
 from ..sharding.optimizer import ShardedBasisRotation
-from . import agreement
-from .config import DIAGNOSTICS_PERIOD, ConfigError, optimizer_params, pipeline_options
+from .config import pipeline_options
 from .diagnostics_events import write_diagnostics
-from .log import log, log_stage
+from .facts import common_facts
+from .log import log_stage
 from .refusals import check_experts
 from .tied_layers import tied_names
 
@@ -61,7 +64,7 @@ def build(engine: Any, model_parameters: Sequence[Any], params: dict[str, Any]) 
 
     rotated = sum(entry is not False for group in optimizer.param_groups for entry in group["rotate"])
     matches = pattern_matches(patterns, names.values())  # a stage sees only its part of the model, hence the sum over all ranks
-    total = agreement.agree(agreement.common_facts(engine._config._param_dict), {"rotated": rotated, **matches})
+    total = agree(common_facts(engine._config._param_dict), {"rotated": rotated, **matches})
     unmatched = next((pattern for pattern in matches if total[pattern] == 0), None)
     if unmatched is not None:
         raise ConfigError(f"optimizer.params.{unmatched} matches no parameter; in a pipeline, names begin with the number of the layer")

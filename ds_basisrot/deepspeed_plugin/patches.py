@@ -6,17 +6,9 @@ from types import ModuleType
 from typing import Any
 
 from .. import _activation
+from ..common.blocks import OPTIMIZER_TYPE, ConfigError, check_optimizer_type, is_basis_rotation
 from . import private_names
-from .config import (
-    OPTIMIZER_TYPE,
-    SHARDED_OPTIMIZER,
-    ConfigError,
-    check_client_optimizer,
-    check_optimizer_type,
-    is_basis_rotation,
-    pipeline_options,
-    validate,
-)
+from .config import SHARDED_OPTIMIZER, check_client_optimizer, pipeline_options, validate
 
 
 def patch_engine(module: ModuleType) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .config import ConfigError
+from ..common.blocks import ConfigError
 
 ENGINE = (
     "_is_supported_optimizer", "_do_sanity_check", "_configure_basic_optimizer", "_do_optimizer_sanity_check", "_configure_zero_optimizer",

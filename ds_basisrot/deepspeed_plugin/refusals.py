@@ -4,8 +4,9 @@ from typing import Any
 
 from deepspeed.runtime.pipe.module import PipelineModule
 
+from ..common.blocks import ConfigError
 from . import private_names
-from .config import ConfigError, pipeline_options
+from .config import pipeline_options
 from .tied_layers import tied_stages
 
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ..common.blocks import ConfigError
+from ..common.log import log
 from ..sharding import states
 from ..sharding.optimizer import ShardedBasisRotation
-from .config import ConfigError
-from .log import log
 from .on_all_ranks import on_all_ranks
 
 FORMAT = 1

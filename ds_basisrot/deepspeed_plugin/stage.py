@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.blocks import PipelineOptions
 from ..pipeline import chrome_trace
+from ..pipeline.lagged_norms import LaggedNorms
 from ..pipeline.schedule import Action, AsyncSchedule, Kind
+from ..pipeline.transport import Transport
 from ..pipeline.weight_versions import WeightVersions
-from .clipping import Norms
-from .config import PipelineOptions
+from ..pipeline.wire import Control, Payload, Sort, as_tuple
 from .microbatches import Feeds
 from .stopping import StopRequests
 from .tied_weights import TiedWeights
-from .transport import Transport
-from .wire import Control, Payload, Sort, as_tuple
 
 LOSS = 0
 """Of the float32 fields of a gradient message; the norms of all stages follow. Those of an activation are the norms alone."""
@@ -59,7 +59,7 @@ class Stage:
         engine: Any,
         transport: Transport,
         versions: WeightVersions,
-        norms: Norms,
+        norms: LaggedNorms,
         tied: TiedWeights,
         stop_requests: StopRequests,
         options: PipelineOptions,

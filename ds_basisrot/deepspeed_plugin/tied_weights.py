@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .channels import TIED, Channel, group_of_pair
-from .config import ConfigError
+from ..common.blocks import ConfigError
+from ..pipeline.channels import TIED, Channel, group_of_pair
 from .tied_layers import tied_stages
 from .zero import LAYOUTS
 

@@ -13,9 +13,10 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
+from ..common.blocks import ConfigError
+from ..common.log import log
 from . import checkpoint, checkpoint_folders, zero_checkpoint
-from .config import SHARDED_OPTIMIZER, ConfigError
-from .log import log
+from .config import SHARDED_OPTIMIZER
 from .on_all_ranks import on_all_ranks
 
 # The only one of DeepSpeed's writers that has written when it returns, and in one way.

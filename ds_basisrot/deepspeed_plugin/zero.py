@@ -11,10 +11,10 @@ from deepspeed.runtime.zero import utils
 from deepspeed.utils import groups
 from torch import Tensor
 
+from ..common.blocks import ConfigError
 from ..sharding.layouts import cut_by_itself, cut_in_buffer
 from ..sharding.optimizer import Flat, ShardedBasisRotation
 from . import private_names
-from .config import ConfigError
 from .log import log_stage
 
 

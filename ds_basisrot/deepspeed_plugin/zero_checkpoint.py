@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..common.blocks import ConfigError
+from ..common.log import log
 from ..optim.basis_rotation import RESTORED_OPTIONS
 from ..sharding import states
 from . import rotation_files
-from .config import ConfigError
-from .log import log
 
 # In the client state of a checkpoint: the tag that it was saved under, and the mark that is in their index too. DeepSpeed's tools
 # leave our files where they are, and other optimizers leave old ones behind under a tag that they save anew.

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ds_basisrot.deepspeed_plugin.config import ConfigError, optimizer_params, pipeline_options, validate, without_auto
+from ds_basisrot.common.blocks import ConfigError, optimizer_params
+from ds_basisrot.deepspeed_plugin.config import pipeline_options, validate, without_auto
 from ds_basisrot.optim.refresh import ALLOCATIONS
 
 OPTIMIZER = {"type": "BasisRotation", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "refresh_period": 10}}

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from ds_basisrot.deepspeed_plugin import agreement
+from ds_basisrot.common import agreement
 
 
 @pytest.fixture

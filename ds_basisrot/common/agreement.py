@@ -6,27 +6,7 @@ from datetime import timedelta
 from itertools import count
 from typing import Any
 
-import torch
 import torch.distributed as dist
-
-from .. import __version__
-
-# Blocks of a ds_config that make ranks train differently when they differ.
-COMPARED_BLOCKS = (
-    "optimizer",
-    "scheduler",
-    "pipeline",
-    "gradient_clipping",
-    "bf16",
-    "bfloat16",
-    "fp16",
-    "torch_autocast",
-    "data_types",
-    "communication_data_type",
-    "zero_optimization",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
 
 TIMEOUT = timedelta(seconds=120)
 _rounds = count()
@@ -41,12 +21,6 @@ def flat(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         return {name: value}
     return {key: leaf for inner, each in value.items() for key, leaf in flat(f"{name}.{inner}" if name else str(inner), each).items()}
-
-
-def common_facts(ds_config: dict[str, Any]) -> dict[str, Any]:
-    """What all ranks of a job must have in common: versions, and the blocks of their ds_config that decide how they train."""
-    config = {block: ds_config[block] for block in COMPARED_BLOCKS if block in ds_config}
-    return {"ds_basisrot version": __version__, "torch version": torch.__version__, **flat("", config)}
 
 
 def agree(facts: dict[str, Any], amounts: dict[str, int] | None = None) -> dict[str, int]:
