@@ -31,7 +31,8 @@ class Part:
     @property
     def is_whole(self) -> bool:
         """True when `take(tensor)` is `tensor.reshape(1, m, n)`: the part is one matrix, and all of the parameter."""
-        return self.shape[0] == 1 and not self.transposed and math.prod(self.shape) == math.prod(self.parameter_shape)
+        in_order = not self.transposed and self.kind != "columns"
+        return self.shape[0] == 1 and in_order and math.prod(self.shape) == math.prod(self.parameter_shape)
 
     def take(self, tensor: Tensor) -> Tensor:
         """The matrices `[b, m, n]` in a tensor of the parameter's shape.
@@ -50,6 +51,8 @@ class Part:
         """This part as a view `[b, groups, rows, ...]` of a tensor of the parameter's shape."""
         if self.transposed:
             tensor = tensor.mT
+        if self.kind == "columns":
+            tensor = tensor.transpose(0, 1)
         if self.kind != "stack":
             tensor = tensor.unsqueeze(0)
         groups = tensor.unflatten(1, (self.groups, tensor.shape[1] // self.groups))
@@ -69,8 +72,9 @@ def parts(shape: Sequence[int], entry: bool | Mapping[str, Any]) -> tuple[Part, 
               part collects its block of every group: `[groups * rows, n]`.
             * "names": of the parts (default "0", "1", ...).
             * "transposed": the parameter holds the transpose of the matrix that is meant, and whose rows are meant (default false).
-            * "kind": "matrix" `[m, n]`, "stack" `[b, m, n]` or "convolution" `[out, in, k...]`, rotated as `[out, in * k...]` (default:
-              matrix, stack and convolution for 2, 3, and 4 or 5 dimensions).
+            * "kind": "matrix" `[m, n]`, "stack" `[b, m, n]`, "columns" `[b, m, n]`, which is one matrix `[m, b * n]` whose b blocks of
+              columns lie one after the other, or "convolution" `[out, in, k...]`, rotated as `[out, in * k...]` (default: matrix, stack
+              and convolution for 2, 3, and 4 or 5 dimensions).
 
     Returns:
         The parts, in the order of their rows, which together are the whole parameter.
@@ -91,10 +95,13 @@ def parts(shape: Sequence[int], entry: bool | Mapping[str, Any]) -> tuple[Part, 
         dimensions = " or ".join(map(str, KINDS[kind]))
         raise ValueError(f"shape {list(shape)} cannot be rotated as a {kind}, which has {dimensions} dimensions")
     transposed = layout.get("transposed", False)
-    if transposed and kind == "convolution":
-        raise ValueError("layout: transposed is for a matrix or a stack, not for a convolution")
+    if transposed and kind in ("convolution", "columns"):
+        raise ValueError(f"layout: transposed is for a matrix or a stack, not for {'a ' * (kind != 'columns')}{kind}")
 
-    stacked, m, *rest = shape if kind == "stack" else (1, *shape)
+    if kind == "columns":
+        stacked, m, *rest = 1, shape[1], shape[0], shape[2]
+    else:
+        stacked, m, *rest = shape if kind == "stack" else (1, *shape)
     n = math.prod(rest)
     if transposed:
         m, n = n, m

@@ -43,6 +43,14 @@ OTHER = Route(False, "not the weight of a linear map")
 WRAPPERS = {"base_layer", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
+# What linear maps call the sizes of their weight; the last two are tensor-parallel ones of Megatron, which hold rows or columns of it.
+LINEAR_SIZES = (
+    ("out_features", "in_features"),
+    ("output_size_per_partition", "input_size"),
+    ("output_size", "input_size_per_partition"),
+)
+
+
 def routes_by_module(model: nn.Module, holds_output: bool) -> dict[str, Route]:
     """The route that its module gives each trainable parameter, by its first name (see `routing.route` for the rules)."""
     embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters(recurse=False)}
@@ -73,11 +81,13 @@ def is_vector(parameter: Tensor, layout: Entry) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """True for a module that multiplies by a weight `[out_features, in_features]`, whatever class it has."""
+    """True for a module that multiplies by a weight `[out, in]`, or by its share of one, whatever class it has (see LINEAR_SIZES)."""
     if isinstance(module, nn.Linear):
         return True
-    weight, sizes = getattr(module, "weight", None), (getattr(module, "out_features", None), getattr(module, "in_features", None))
-    return isinstance(weight, Tensor) and tuple(weight.shape) == sizes
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and any(
+        tuple(weight.shape) == (getattr(module, rows, None), getattr(module, columns, None)) for rows, columns in LINEAR_SIZES
+    )
 
 
 def _is_transposed_linear(module: nn.Module) -> bool:

@@ -141,7 +141,7 @@ def check_patterns(rotate: Any) -> None:
 
 
 # Kind of a parameter that holds matrices -> the numbers of dimensions it may have.
-KINDS = {"matrix": (2,), "stack": (3,), "convolution": (3, 4, 5)}
+KINDS = {"matrix": (2,), "stack": (3,), "convolution": (3, 4, 5), "columns": (3,)}
 
 LAYOUT = {
     "rows": (

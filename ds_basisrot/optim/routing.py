@@ -70,11 +70,11 @@ def tag(
 def route(model: nn.Module, patterns: Patterns | None = None, *, holds_output: bool = True) -> dict[str, Route]:
     """Route every trainable parameter of `model`: by pattern, else by tag, else by the module that owns it.
 
-    Rotated are the weights of linear maps (`nn.Linear`, any module with `in_features`, `out_features` and a weight of that shape, Hugging
-    Face's `Conv1D`; the router of a mixture of experts too, where it is such a module), of convolutions, of `nn.MultiheadAttention`, LoRA
-    matrices, and stacked weights `[experts, m, n]` of expert modules. Q, K and V in one weight are three matrices, a gate and an up
-    projection in one weight are two (see `fused`). Weights of `nn.Embedding`, weights tied to one, and the output head are not rotated,
-    nor are matrices with a single row or column.
+    Rotated are the weights of linear maps (`nn.Linear`, any module with `in_features`, `out_features` and a weight of that shape,
+    Megatron's tensor-parallel ones, Hugging Face's `Conv1D`; the router of a mixture of experts too, where it is such a module), of
+    convolutions, of `nn.MultiheadAttention`, LoRA matrices, and stacked weights `[experts, m, n]` of expert modules. Q, K and V in one
+    weight are three matrices, a gate and an up projection in one weight are two (see `fused`). Weights of `nn.Embedding`, weights tied to
+    one, and the output head are not rotated, nor are matrices with a single row or column.
 
     The output head is what the model itself names (`get_output_embeddings()`); else the linear map outside of repeated blocks with as many
     outputs as the largest embedding has rows; else the last linear map in definition order, if it is outside of repeated blocks. Only a

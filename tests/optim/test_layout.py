@@ -49,6 +49,8 @@ LAYOUTS = [
     ((6, 2, 3, 3), True),
     ((6, 2, 3, 3), {"rows": [2, 4]}),
     ((6, 2, 3, 3, 2), True),
+    ((2, 6, 4), {"kind": "columns"}),
+    ((2, 6, 4), {"kind": "columns", "rows": [1, 2], "groups": 2}),
 ]
 
 
@@ -222,3 +224,14 @@ def test_what_does_not_fit_is_refused_in_one_line(shape, entry, message):
     with pytest.raises(ValueError, match=message) as error:
         parts(shape, entry)
     assert "\n" not in str(error.value)
+
+
+def test_blocks_of_columns_are_one_matrix():
+    whole = numbered(6, 8)
+    blocks = torch.stack(whole.split(4, dim=1))
+    (part,) = parts(blocks.shape, {"kind": "columns"})
+    assert torch.equal(part.take(blocks)[0], whole) and not part.is_whole
+    upper, lower = parts(blocks.shape, {"kind": "columns", "rows": [2, 4]})
+    assert torch.equal(upper.take(blocks)[0], whole[:2]) and torch.equal(lower.take(blocks)[0], whole[2:])
+    with pytest.raises(ValueError, match="not for columns"):
+        parts(blocks.shape, {"kind": "columns", "transposed": True})
