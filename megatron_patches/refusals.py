@@ -1,0 +1,59 @@
+"""What the asynchronous schedule cannot train, refused before the first step with the reason and the way out."""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+
+from ds_basisrot.common.blocks import ConfigError
+
+from .tied_embeddings import are_tied
+
+# Options of TransformerConfig that must be off: (name, command-line flag, why).
+MODEL_OPTIONS = (
+    ("calculate_per_token_loss", "--calculate-per-token-loss", "the last stage would tell all others the number of tokens in each update"),
+    ("fp8", "--fp8-format", "cached 8-bit weights would not follow the weights that a microbatch was forwarded with"),
+    ("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", "it needs a flush"),
+    ("overlap_p2p_comm", "--overlap-p2p-communication", "the schedule does that by itself"),
+    ("fine_grained_activation_offloading", "--fine-grained-activation-offloading", "it needs a flush"),
+    ("enable_cuda_graph", "--enable-cuda-graph", "graphs hold the addresses of one version of the weights"),
+    ("external_cuda_graph", "--external-cuda-graph", "graphs hold the addresses of one version of the weights"),
+    ("mtp_num_layers", "--mtp-num-layers", "its layers share embeddings with the first stage"),
+)
+
+DDP_OPTIONS = (
+    ("overlap_param_gather", "--overlap-param-gather", "weights would be gathered after they are stashed"),
+    ("use_megatron_fsdp", "--use-megatron-fsdp", "it moves the weights' storage"),
+)
+
+
+def check_schedule(config: Any, model_chunks: list[torch.nn.Module]) -> None:
+    """Refuse an OptimizerConfig and model chunks that async_1f1b cannot train.
+
+    Raises:
+        ConfigError: the first fault.
+    """
+    if len(model_chunks) > 1 or parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
+        _refuse("--num-layers-per-virtual-pipeline-stage", "it does not interleave virtual stages; remove the flag")
+    if config.fp16:
+        _refuse("--fp16", "stages cannot share a loss scale; use --bf16")
+    if config.loss_scale is not None:
+        _refuse("--loss-scale", "stages cannot share a loss scale; remove the flag")
+    if config.overlap_param_gather_with_optimizer_step:
+        _refuse("--overlap-param-gather-with-optimizer-step", "weights would be gathered after they are stashed; remove the flag")
+    model = model_chunks[0]
+    for owner, options in ((get_model_config(model), MODEL_OPTIONS), (getattr(model, "ddp_config", None), DDP_OPTIONS)):
+        for name, flag, why in options:
+            if getattr(owner, name, None):
+                _refuse(flag, f"{why}; remove the flag")
+    if getattr(get_model_config(model), "cuda_graph_impl", "none") != "none":
+        _refuse("--cuda-graph-impl", "graphs hold the addresses of one version of the weights; remove the flag")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError("pipeline.schedule: async_1f1b: this stage has no trainable parameter; give it layers that have some")
+    if are_tied(model) and not model.ddp_config.grad_reduce_in_fp32 and config.bf16:
+        _refuse("--grad-reduce-in-bf16", "tied embeddings need the sum of their gradients in float32; remove the flag")
+
+
+def _refuse(what: str, why: str) -> None:
+    raise ConfigError(f"{what}: does not go with pipeline.schedule async_1f1b: {why}")

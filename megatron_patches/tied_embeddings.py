@@ -1,0 +1,69 @@
+"""Embedding and output layer that share a weight, on the first and the last stage: Megatron would sum their gradients in every update."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from ds_basisrot.pipeline.channels import TIED, Channel, group_of_pair
+from ds_basisrot.pipeline.lagged_norms import LaggedNorms
+from ds_basisrot.pipeline.tied_gradients import TiedWeight
+
+
+def are_tied(model: torch.nn.Module) -> bool:
+    """Whether the model shares the weight."""
+    return bool(get_attr_wrapped_model(model, "share_embeddings_and_output_weights", allow_none=True))
+
+
+class TiedEmbeddings:
+    """The copy of the shared weight on this stage, if it has one. Every rank of the job builds it at the same time.
+
+    An update applies the sum of both stages' gradients of an earlier update, the same on both: the first stage's part reaches the last no
+    sooner. The sum stands in for the gradient when norms are taken; behind clipping, what is applied takes its place.
+
+    Args:
+        model: the chunk of this rank.
+        pipelines: for every pipeline of the job, the global ranks of its stages in order.
+        own: the process group of this rank's pipeline.
+        norms: of this stage.
+    """
+
+    def __init__(self, model: torch.nn.Module, pipelines: list[list[int]], own: Any, norms: LaggedNorms):
+        self._norms, self._update, self._own_gradient = norms, 0, None
+        self._weight: Tensor | None = None
+        me = dist.get_rank()
+        for ranks in pipelines:
+            groups = [group_of_pair((ranks[0], ranks[-1]), own) for _ in range(2)]
+            if me not in (ranks[0], ranks[-1]):
+                continue
+            self._weight = get_attr_wrapped_model(model, "shared_embedding_or_output_weight")()
+            stages = (0, len(ranks) - 1) if me == ranks[0] else (len(ranks) - 1, 0)
+            groups = groups if me == ranks[0] else groups[::-1]
+            channels = [Channel(*stages, ranks[stages[1]], group, TIED) for group in groups]
+            self.tied = TiedWeight("word_embeddings", self._weight, *channels)
+
+    def put_sum(self, update: int, microbatches: int) -> None:
+        """Before an update: take this stage's reduced gradient, and put the sum that is due in its place."""
+        if self._weight is None:
+            return
+        self._update, self._own_gradient = update, self._weight.main_grad.clone()
+        self._weight.main_grad.copy_(self.tied.due(update, microbatches))
+
+    def attach(self, optimizer: Any) -> None:
+        """Let a Megatron optimizer, chained or not, apply what both copies apply, and send this stage's part after the update."""
+        if self._weight is None:
+            return
+        native = optimizer.step_with_ready_grads
+
+        def step_with_ready_grads() -> bool:
+            self._weight.main_grad.copy_(self.tied.applied)
+            main = getattr(self._weight, "main_param", None)
+            if main is not None and main.shape == self._weight.shape and main.grad is not None:
+                main.grad.copy_(self.tied.applied)
+            successful = native()
+            self.tied.exchange(self._update, self._own_gradient, self._norms.factor)
+            return successful
+
+        optimizer.step_with_ready_grads = step_with_ready_grads

@@ -1,0 +1,130 @@
+"""What megatron.training does in a step that would let stages wait for each other, and when it saves."""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from . import names
+
+if TYPE_CHECKING:
+    from .job import Job
+
+# Of Megatron-LM's training package, 0.16: (module, names).
+TRAINING = (
+    (
+        "megatron.training.training",
+        ("train_step", "save_checkpoint", "logical_and_across_model_parallel_group", "reduce_max_stat_across_model_parallel_group"),
+    ),
+    ("megatron.training.utils", ("logical_and_across_model_parallel_group", "reduce_max_stat_across_model_parallel_group")),
+    ("megatron.training.checkpointing", ("save_checkpoint",)),
+    ("megatron.training.global_vars", ("get_args",)),
+)
+TIMERS = (("megatron.core.timers", ("Timer", "Timers")),)
+
+
+def is_here() -> bool:
+    """Whether there is a Megatron-LM checkout, and not the core alone."""
+    return importlib.util.find_spec("megatron.training") is not None
+
+
+def patch(job: "Job") -> None:
+    """Replace what is in the way of the asynchronous schedule; nothing where it is not chosen."""
+    if not job.settings.pipeline.asynchronous:
+        if is_here():
+            importlib.import_module("megatron.training.training")  # which binds what is replaced in the core
+        return
+    _patch_timers(job)
+    if not is_here():
+        return
+    names.check_names(TRAINING)
+    import megatron.training.checkpointing as checkpointing
+    import megatron.training.training as training
+    import megatron.training.utils as utils
+
+    job.replace(training, "train_step", _wrap_train_step(job), "end of the data")
+    job.replace(checkpointing, "save_checkpoint", _wrap_save(job), "cut")
+    job.replace(utils, "logical_and_across_model_parallel_group", _within_stage(job), "no collective across stages")
+    job.replace(utils, "reduce_max_stat_across_model_parallel_group", _within_stage(job), "no collective across stages")
+
+
+def arguments() -> Any:
+    """Megatron's arguments; None where its training package does not run."""
+    if not is_here():
+        return None
+    from megatron.training import global_vars
+
+    return getattr(global_vars, "_GLOBAL_ARGS", None)
+
+
+def _wrap_train_step(job: "Job") -> Callable[[Callable], Callable]:
+    def make(native: Callable) -> Callable:
+        @functools.wraps(native)
+        def train_step(*args: Any, iteration: int | None = None, **kwargs: Any) -> Any:
+            from megatron.training.global_vars import get_args
+
+            job.calls_left = None if iteration is None else get_args().train_iters - iteration
+            return native(*args, iteration=iteration, **kwargs)
+
+        return train_step
+
+    return make
+
+
+def _wrap_save(job: "Job") -> Callable[[Callable], Callable]:
+    def make(native: Callable) -> Callable:
+        @functools.wraps(native)
+        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            job.drain()
+            return native(*args, **kwargs)
+
+        return save_checkpoint
+
+    return make
+
+
+def _within_stage(job: "Job") -> Callable[[Callable], Callable]:
+    """A number that is the same on all ranks of a stage already, and that stages keep for themselves."""
+
+    def make(native: Callable) -> Callable:
+        @functools.wraps(native)
+        def own(value: Any) -> Any:
+            return native(value) if job.pipeline is None else value
+
+        return own
+
+    return make
+
+
+def _patch_timers(job: "Job") -> None:
+    """Timers meet no other rank: they are asked for a barrier in every logged interval, and gather the times of all ranks."""
+    names.check_names(TIMERS)
+    from megatron.core.timers import Timer, Timers
+
+    for name in ("start", "stop", "elapsed"):
+        job.replace_method(Timer, name, functools.partial(_without_barrier, job), "no barrier")
+    job.replace_method(Timers, "_get_elapsed_time_all_ranks", functools.partial(_own_times, job), "own times")
+
+
+def _without_barrier(job: "Job", native: Callable) -> Callable:
+    @functools.wraps(native)
+    def method(self: Any, *args: Any, barrier: bool = False, **kwargs: Any) -> Any:
+        return native(self, *args, barrier=barrier and job.pipeline is None, **kwargs)
+
+    return method
+
+
+def _own_times(job: "Job", native: Callable) -> Callable:
+    @functools.wraps(native)
+    def times(self: Any, names: Any, reset: bool, barrier: bool) -> Any:
+        if job.pipeline is None:
+            return native(self, names, reset, barrier)
+        import torch
+
+        own = torch.zeros((1, len(names)), dtype=torch.float)
+        for column, name in enumerate(names):
+            if name in self._timers:
+                own[0, column] = self._timers[name].elapsed(reset=reset)
+        return own
+
+    return times
