@@ -1,0 +1,297 @@
+"""BasisRotation in the place of Adam in the optimizers that Megatron builds (megatron-core 0.16)."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
+from torch import Tensor, nn
+
+from ds_basisrot.common.agreement import agree
+from ds_basisrot.common.blocks import ConfigError, check_optimizer_params, optimizer_params
+from ds_basisrot.common.log import log
+from ds_basisrot.optim.basis_rotation import BasisRotation
+from ds_basisrot.optim.options import closest
+from ds_basisrot.optim.roles import assign_roles
+from ds_basisrot.optim.routing import describe, pattern_matches
+from ds_basisrot.sharding.optimizer import ShardedBasisRotation
+
+from .matrices import Matrices, Place, Places, matrices_of
+from .optimizer_names import check_attributes, check_version
+from .placement import Lot, cuts_by_cost, cuts_of_buckets
+from .sharded import InnerBasisRotation, Share
+
+TP_MODES = ("blockwise", "exact")
+
+# The JSON's parameter -> how Megatron's configuration has it.
+MEGATRONS_OWN: dict[str, Callable[[OptimizerConfig], Any]] = {
+    "lr": lambda config: config.lr,
+    "betas": lambda config: (config.adam_beta1, config.adam_beta2),
+    "eps": lambda config: config.adam_eps,
+    "weight_decay": lambda config: config.weight_decay,
+}
+
+# Megatron's option -> (whether it is as we need it, what to do)
+NEEDED: dict[str, tuple[Callable[[OptimizerConfig], bool], str]] = {
+    "optimizer": (lambda config: config.optimizer == "adam", "set it to adam, in whose place BasisRotation is put"),
+    "fp16": (lambda config: not config.fp16, "train in bf16 or fp32"),
+    "optimizer_cpu_offload": (lambda config: not config.optimizer_cpu_offload, "switch it off: BasisRotation updates on the device"),
+    "use_precision_aware_optimizer": (
+        lambda config: not config.use_precision_aware_optimizer,
+        'switch it off; the JSON\'s "state_dtype" stores momentum and bases in bfloat16',
+    ),
+    "decoupled_weight_decay": (lambda config: config.decoupled_weight_decay, "set it to true: BasisRotation decays weights as AdamW does"),
+}
+
+
+def build(
+    config: OptimizerConfig,
+    model_chunks: Sequence[nn.Module],
+    params: Mapping[str, Any],
+    native: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> MegatronOptimizer:
+    """Megatron's optimizer, as `native` builds it, with BasisRotation in it. Every rank calls it.
+
+    Gradient norm, clipping, float32 copies of weights, learning rates and the distributed optimizer's slices stay Megatron's.
+
+    Args:
+        config: Megatron's; learning rate, betas, eps and weight decay are taken from it.
+        model_chunks: of this rank, wrapped in DistributedDataParallel.
+        params: the JSON's "params": those of BasisRotation, and "tp_mode": "blockwise" rotates each tensor-parallel rank's part of a weight
+            as a matrix of its own, "exact" the whole weight.
+        native: `megatron.core.optimizer.get_megatron_optimizer`.
+        args, kwargs: of `native`, after the first two.
+
+    Raises:
+        ConfigError: naming the key or option, or what megatron-core lacks.
+    """
+    check_version()
+    options, patterns, exact = _options(config, params)
+    _check_chunks(model_chunks)
+    built = native(config, model_chunks, *args, **kwargs)
+    optimizers = megatron_optimizers(built)
+    groups = _Groups(inspect.signature(native).bind(config, model_chunks, *args, **kwargs).arguments.get("pg_collection"))
+    found = matrices_of(model_chunks, groups.places(), exact, patterns)
+    _agree(found, patterns)
+    for optimizer in optimizers:
+        if not optimizer.is_stub_optimizer:
+            _replace_inner(optimizer, found, model_chunks, groups, options)
+    return built
+
+
+def megatron_optimizers(built: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that Megatron has chained, or the one that there is."""
+    return list(built.chained_optimizers) if isinstance(built, ChainedOptimizer) else [built]
+
+
+def rotations(built: MegatronOptimizer) -> list[ShardedBasisRotation]:
+    """BasisRotation of dense and of expert parameters on this rank, as far as there are any."""
+    return [each.optimizer.rotation for each in megatron_optimizers(built) if isinstance(each.optimizer, InnerBasisRotation)]
+
+
+def _options(config: OptimizerConfig, params: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any] | None, bool]:
+    """Options of BasisRotation, patterns, and whether matrices are whole over tensor parallelism."""
+    for name, (is_fit, instead) in NEEDED.items():
+        if not is_fit(config):
+            raise ConfigError(f"OptimizerConfig.{name}={getattr(config, name)!r}: not possible with BasisRotation; {instead}")
+    options = optimizer_params({"params": params})
+    mode = options.pop("tp_mode", TP_MODES[0])
+    if mode not in TP_MODES:
+        raise ConfigError(f"optimizer.params.tp_mode: must be one of {', '.join(TP_MODES)}, got {mode!r}; {closest(mode, list(TP_MODES))}")
+    check_optimizer_params(options)
+    for name, of in MEGATRONS_OWN.items():
+        given = options.pop(name, None)
+        if given is not None and (tuple(given) if isinstance(given, list) else given) != of(config):
+            raise ConfigError(f"optimizer.params.{name}: {given!r}, but Megatron's own option says {of(config)!r}; remove it from the JSON")
+        options[name] = of(config)
+    return options, options.pop("rotate", None), mode == "exact"
+
+
+def _check_chunks(model_chunks: Sequence[nn.Module]) -> None:
+    for chunk in model_chunks:
+        if not isinstance(chunk, DistributedDataParallel) or chunk.ddp_config.use_megatron_fsdp:
+            raise ConfigError(
+                f"{type(chunk).__name__}: BasisRotation needs megatron.core.distributed.DistributedDataParallel, without FSDP; "
+                "switch use_megatron_fsdp and use_torch_fsdp2 off"
+            )
+        if chunk.ddp_config.num_distributed_optimizer_instances > 1:
+            raise ConfigError("num_distributed_optimizer_instances: BasisRotation needs 1")
+
+
+class _Groups:
+    """Megatron's process groups: those of a collection, or the global ones."""
+
+    def __init__(self, collection: Any):
+        state = parallel_state
+        self.tensor = collection.tp if collection else state.get_tensor_model_parallel_group()
+        self.expert_tensor = getattr(collection, "expt_tp", self.tensor) if collection else state.get_expert_tensor_parallel_group()
+        self._expert = getattr(collection, "ep", None) if collection else state.get_expert_model_parallel_group()
+        self._joined: dict[tuple[int, ...], Any] = {}
+
+    def places(self) -> Places:
+        """Of this rank."""
+        expert = _place(self._expert) if self._expert is not None else Place(0, 1)
+        return Places(_place(self.tensor), _place(self.expert_tensor), expert)
+
+    def joined(self, tensor: Any, replicas: Any) -> tuple[Any, list[list[int]]]:
+        """A group of the data-parallel ranks of all tensor-parallel ranks, and its ranks by tensor-parallel and data-parallel rank."""
+        of_shards: list[list[int]] = [[] for _ in range(dist.get_world_size(tensor))]
+        dist.all_gather_object(of_shards, dist.get_process_group_ranks(replicas), group=tensor)
+        members = sorted(chain.from_iterable(of_shards))
+        if tuple(members) not in self._joined:
+            self._joined[tuple(members)] = dist.new_group(members, use_local_synchronization=True)
+        return self._joined[tuple(members)], [[members.index(rank) for rank in ranks] for ranks in of_shards]
+
+
+def _place(group: Any) -> Place:
+    return Place(dist.get_rank(group), dist.get_world_size(group))
+
+
+def _agree(found: Sequence[Matrices], patterns: Mapping[str, Any] | None) -> None:
+    """Refuse, on all ranks, a job in which nothing is rotated, or a pattern that matches nothing; else say what is rotated here."""
+    matches = pattern_matches(patterns, [each.name for each in found])
+    total = agree({}, {"rotated": sum(each.entry is not False for each in found), **matches})
+    unmatched = next((pattern for pattern in matches if total[pattern] == 0), None)
+    if unmatched is not None:
+        raise ConfigError(f"optimizer.params.{unmatched} matches no parameter of the model")
+    described = describe({each.name: each.route for each in found})
+    if total["rotated"] == 0:
+        raise ConfigError(f"optimizer.params.rotate: nothing would be rotated ({described}); include matrices by pattern, or use Adam")
+    log(f"BasisRotation, on rank 0 {described}")
+
+
+def _tensors(optimizer: MegatronOptimizer) -> dict[Tensor, Tensor]:
+    """What is updated in the place of each of the model's parameters, as far as this rank updates any of it."""
+    check_attributes(optimizer, type(optimizer).__name__)
+    if isinstance(optimizer, FP32Optimizer):
+        return {p: p for group in optimizer.optimizer.param_groups for p in group["params"]}
+    if isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        pairs = [(optimizer.float16_groups, optimizer.fp32_from_float16_groups), (optimizer.fp32_from_fp32_groups,) * 2]
+    else:
+        pairs = [
+            (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+            (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+        ]
+    return {p: updated for models, others in pairs for model, other in zip(models, others) for p, updated in zip(model, other)}
+
+
+def _replace_inner(
+    optimizer: MegatronOptimizer,
+    found: Sequence[Matrices],
+    model_chunks: Sequence[nn.Module],
+    groups: _Groups,
+    options: Mapping[str, Any],
+) -> None:
+    """Put BasisRotation into one of Megatron's optimizers."""
+    if not isinstance(optimizer, (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)):
+        raise ConfigError(f"BasisRotation does not know Megatron's {type(optimizer).__name__}")
+    updated, inner_groups = _tensors(optimizer), optimizer.optimizer.param_groups
+    is_sliced = isinstance(optimizer, DistributedOptimizer)
+    buffers = {p: buffer for buffer in _buffers(optimizer if is_sliced else None, model_chunks) for p in buffer.params}
+    own = [each for each in found if each.parameter in (buffers if is_sliced else updated)]
+    index_of = _group_indices(own, updated, inner_groups, buffers)
+    blueprint, used = _blueprint(own, index_of, inner_groups, options)
+    device = next(iter(buffers)).device if buffers else torch.device("cpu")
+
+    shares: list[Share] = []
+    replicas, tensor = None, groups.tensor
+    if own:
+        replicas = buffers[own[0].parameter].data_parallel_group
+        tensor = groups.expert_tensor if all(each.is_expert for each in own) else groups.tensor
+        names = {each.name: updated[each.parameter] for each in own if each.parameter in updated}
+        roles = _roles(blueprint)
+        for shards in sorted({each.shards for each in own}):
+            shared = [each for each in own if each.shards == shards]
+            group, ranks = (replicas, [list(range(_place(replicas).size))]) if shards == 1 else groups.joined(tensor, replicas)
+            lots = [Lot(index, ranks, [each for each in shared if index_of[each.name] == index]) for index in used]
+            lots = [lot for lot in lots if lot.members]
+            cuts = cuts_of_buckets(shared, list(dict.fromkeys(buffers.values()))) if is_sliced else None
+            cuts = cuts if cuts is not None else cuts_by_cost(lots, roles, options.get("state_dtype", "float32"))
+            for lot in lots:
+                lot.fill(cuts)
+                shares.append(Share(lot, _place(replicas).rank, group, names, not is_sliced, device))
+            _check_equal(lots, group)
+
+    of_groups = [[share.buffer for share in shares if share.lot.index == index] for index in used]
+    rotation = ShardedBasisRotation(blueprint, of_groups)
+    rotation.bind([share.flat for share in shares])
+    rotation.gradient_dtype = _gradient_dtype(optimizer.config, model_chunks)
+    whole_replicas = replicas if not is_sliced and replicas is not None and _place(replicas).size > 1 else None
+    optimizer.optimizer = InnerBasisRotation(
+        inner_groups, rotation, shares, used, whole_replicas, tensor if _place(tensor).size > 1 else None
+    )
+    optimizer.init_state_fn = _no_states
+    log(f"{type(optimizer).__name__}: {rotation.describe()}")
+
+
+def _buffers(sliced: DistributedOptimizer | None, model_chunks: Sequence[nn.Module]) -> Iterator[Any]:
+    """The buffers of gradients that an optimizer, or any of the chunks, has."""
+    of_chunks = [buffer for chunk in model_chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    for buffer in of_chunks if sliced is None else sliced.buffers:
+        check_attributes(buffer, "buffer")
+        yield buffer
+
+
+def _group_indices(
+    own: Sequence[Matrices], updated: Mapping[Tensor, Tensor], inner_groups: Sequence[Mapping[str, Any]], buffers: Mapping[Tensor, Any]
+) -> dict[str, int]:
+    """The group of every parameter; where a rank holds nothing of one, others say it."""
+    index_of_tensor = {id(tensor): index for index, group in enumerate(inner_groups) for tensor in group["params"]}
+    known = {each.name: index_of_tensor[id(updated[each.parameter])] for each in own if each.parameter in updated}
+    if not own:
+        return known
+    group = buffers[own[0].parameter].data_parallel_group
+    of_ranks: list[dict[str, int]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(of_ranks, known, group=group)
+    return {name: index for of_one in of_ranks for name, index in of_one.items()}
+
+
+def _blueprint(
+    own: Sequence[Matrices], index_of: Mapping[str, int], inner_groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> tuple[BasisRotation, list[int]]:
+    """BasisRotation over stand-ins for whole parameters, and which of Megatron's groups its groups are."""
+    described, used = [], []
+    for index, group in enumerate(inner_groups):
+        members = [each for each in own if index_of[each.name] == index]
+        if members:
+            named = [(each.name, nn.Parameter(torch.empty(each.shape, device="meta"))) for each in members]
+            present = {key: group[key] for key in ("lr", "weight_decay") if key in group}
+            described.append({"params": named, "rotate": [each.entry for each in members], **present})
+            used.append(index)
+    if not described:  # a pipeline stage without parameters of this kind
+        described.append({"params": [], "rotate": []})
+        used.append(0)
+    return BasisRotation(described, **options), used
+
+
+def _roles(blueprint: BasisRotation) -> dict[str, Any]:
+    roles = assign_roles(blueprint.param_groups, None)
+    return {name: roles[p] for group in blueprint.param_groups for name, p in zip(group["param_names"], group["params"])}
+
+
+def _check_equal(lots: Sequence[Lot], group: Any) -> None:
+    """Refuse ranks that would exchange different things."""
+    here = repr([(lot.index, lot.parameters()) for lot in lots])
+    of_ranks = [""] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, here, group=group)
+    if len(set(of_ranks)) > 1:
+        raise ConfigError("ranks of one data-parallel group hold different parameters: BasisRotation needs the same model on all of them")
+
+
+def _gradient_dtype(config: OptimizerConfig, model_chunks: Sequence[nn.Module]) -> torch.dtype | None:
+    """The least precision in which gradients are computed or added up; None for float32."""
+    dtypes = {buffer.grad_dtype for buffer in _buffers(None, model_chunks)} | {config.params_dtype}
+    return torch.bfloat16 if config.bf16 or torch.bfloat16 in dtypes else None
+
+
+def _no_states(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
+    """In the place of what fills in Adam's states."""
