@@ -12,17 +12,17 @@ import os
 # What torch.compile makes of patched functions is not what is tested.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-from . import distributed, factories, movement, runtime
+from . import distributed, factories, missing, movement, runtime
 
 _installed = False
 
 
 def install() -> None:
-    """Patch torch, once."""
+    """Patch torch and what Megatron imports, once."""
     global _installed
     if not _installed:
         _installed = True
-        for part in (factories, movement, runtime, distributed):
+        for part in (factories, movement, runtime, distributed, missing):
             part.install()
 
 

@@ -3,11 +3,6 @@
 import os
 import runpy
 import sys
-import typing
-
-import typing_extensions
-
-from . import compiled
 
 
 def main(arguments: list[str]) -> None:
@@ -20,9 +15,6 @@ def main(arguments: list[str]) -> None:
     target, *rest = arguments[module:] or [""]
     if not target:
         sys.exit("usage: python -m cpu_cuda_shim (SCRIPT | -m MODULE) ARGUMENTS...")
-    if not hasattr(typing, "override"):  # Megatron from 0.17 on takes it from there; it is in typing since Python 3.12
-        typing.override = typing_extensions.override
-    compiled.install()
     sys.argv = [target, *rest]
     if module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)

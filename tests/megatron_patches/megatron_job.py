@@ -84,6 +84,11 @@ class Job:
         return self.microbatches * self.micro_batch_size * self.dp
 
     @property
+    def gathers_late(self) -> bool:
+        """Whether updated parameters arrive in the next forward pass."""
+        return self.overlap and self.distributed_optimizer
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the parameters and activations."""
         return torch.bfloat16 if self.bf16 else torch.float32

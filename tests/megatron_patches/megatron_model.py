@@ -16,7 +16,7 @@ def transformer_config(job: Job) -> TransformerConfig:
     """The job's model, in the layout that Megatron's arguments give it; without fused kernels, which need a GPU."""
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if job.recompute else {}
     moe = {"num_moe_experts": job.experts, "moe_router_topk": 2, "moe_aux_loss_coeff": 1e-2} if job.experts else {}
-    swiglu = {"gated_linear_unit": True, "activation_func": nn.functional.silu, "add_bias_linear": False} if job.swiglu else {}
+    swiglu = {"gated_linear_unit": True, "activation_func": nn.functional.silu} if job.swiglu else {}
     return TransformerConfig(
         num_layers=job.layers,
         hidden_size=job.hidden,
@@ -30,6 +30,7 @@ def transformer_config(job: Job) -> TransformerConfig:
         bf16=job.bf16,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        add_bias_linear=not (job.swiglu or job.experts),
         deallocate_pipeline_outputs=True,
         apply_rope_fusion=False,
         bias_activation_fusion=False,

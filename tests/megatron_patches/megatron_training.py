@@ -26,10 +26,10 @@ def train(job: Job) -> dict[str, Any]:
 
     Returns:
         stage, tp_rank, replica: where this rank is.
-        losses: of each step the mean of its microbatches; evaluations: the same, of the evaluation. Empty but on the last stage.
+        losses: of each step the mean of this replica's microbatches; evaluations: the same, of the evaluation. Empty but on the last stage.
         grad_norms: what `optimizer.step()` returned, by step; drawn: microbatches that it took from its iterator.
-        initial, weights: by name in the whole model; main_weights: the float32 copies that this rank holds whole.
-        partitions: by name the dimension that is split over the tensor-parallel ranks, and whether each half of it is (gated MLPs).
+        initial, weights: by name in the whole model; main_weights: the float32 copies, of those that this rank holds whole.
+        partitions: by name the dimension that is split over the tensor-parallel ranks; gated: the names of which each half is.
     """
     parallel_state.initialize_model_parallel(job.tp, job.pp)
     init_num_microbatches_calculator(dist.get_rank(), None, job.batch, job.micro_batch_size, job.dp)
@@ -59,10 +59,9 @@ def _train(job: Job) -> dict[str, Any]:
         if updated:
             rates.step(increment=job.batch)
         if step == job.evaluate_after:
-            model.eval()
-            with torch.no_grad():
-                evaluations += _forward_backward(job, model, data and Microbatches(job, replica, EVALUATED), forward_only=True)
-            model.train()
+            evaluations += _evaluate(job, model, data and Microbatches(job, replica, EVALUATED))
+    if job.gathers_late:
+        model.disable_forward_pre_hook()
     return {
         "stage": stage,
         "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
@@ -73,7 +72,8 @@ def _train(job: Job) -> dict[str, Any]:
         "drawn": data.next_index if data else 0,
         "initial": initial,
         "weights": _weights(job, model, stage),
-        "main_weights": _weights(job, model, stage, lambda p: getattr(p, "main_param", None)),
+        "main_weights": _weights(job, model, stage, _main_weight),
+        "gated": [name for name in initial if job.swiglu and "linear_fc1" in name],
         "partitions": _weights(job, model, stage, lambda p: p.partition_dim if getattr(p, "tensor_model_parallel", False) else None),
     }
 
@@ -88,7 +88,7 @@ def _model(job: Job, config: TransformerConfig) -> nn.Module:
     ddp_config = megatron.core.distributed.DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=job.overlap,
-        overlap_param_gather=job.overlap and job.distributed_optimizer,
+        overlap_param_gather=job.gathers_late,
         use_distributed_optimizer=job.distributed_optimizer,
     )
     return megatron.core.distributed.DistributedDataParallel(config, ddp_config, model)
@@ -104,7 +104,7 @@ def _optimizer(job: Job, config: TransformerConfig, model: nn.Module) -> Any:
             bf16=job.bf16,
             params_dtype=job.dtype,
             use_distributed_optimizer=job.distributed_optimizer,
-            overlap_param_gather=job.overlap and job.distributed_optimizer,
+            overlap_param_gather=job.gathers_late,
         ),
         [model],
     )
@@ -113,6 +113,18 @@ def _optimizer(job: Job, config: TransformerConfig, model: nn.Module) -> Any:
     if job.overlap:
         config.no_sync_func = model.no_sync
     return optimizer
+
+
+def _evaluate(job: Job, model: nn.Module, data: Microbatches | None) -> list[float]:
+    if job.gathers_late:
+        model.disable_forward_pre_hook()
+    model.eval()
+    with torch.no_grad():
+        losses = _forward_backward(job, model, data, forward_only=True)
+    model.train()
+    if job.gathers_late:
+        model.enable_forward_pre_hook()
+    return losses
 
 
 def _forward_backward(job: Job, model: nn.Module, data: Microbatches | None, forward_only: bool) -> list[float]:
@@ -146,3 +158,8 @@ def _weights(job: Job, model: nn.Module, stage: int, of: Callable[[nn.Parameter]
     """Something of each parameter, by name in the whole model; what is None is left out."""
     values = {global_name(name, stage * job.layers // job.pp): of(p) for name, p in model.named_parameters()}
     return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in values.items() if v is not None}
+
+
+def _main_weight(p: nn.Parameter) -> Tensor | None:
+    main = getattr(p, "main_param", None)
+    return main if main is not None and main.shape == p.shape else None

@@ -16,6 +16,7 @@ def main(path: str, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for case in json.loads(Path(path).read_text()):
+        case.pop("simulation", None)
         job = Job(**case)
         if job.processes != dist.get_world_size():
             sys.exit(f"{job.name}: needs {job.processes} processes, there are {dist.get_world_size()}")
@@ -24,6 +25,8 @@ def main(path: str, out: str) -> None:
 
             megatron_patches.apply(job.basisrot)
         results = train(job)
+        if job.basisrot is not None:
+            megatron_patches.drain()  # nothing may be in flight between the groups that end
         folder = Path(out) / job.name
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(results, folder / f"rank_{dist.get_rank()}.pt")

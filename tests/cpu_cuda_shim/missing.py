@@ -1,15 +1,17 @@
-"""What Megatron's scripts compile at start, and need not: fused GPU kernels, and the index builders of its data sets."""
+"""What Megatron finds on a GPU machine and not here: compilers, their results, Transformer Engine."""
 
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import wrapt
 
-COMPILING = {"megatron.legacy.fused_kernels": "load", "megatron.core.datasets.utils": "compile_helpers"}
+# Called at the start of a script: they build fused GPU kernels, and the index builders of data sets.
+COMPILERS = {"megatron.legacy.fused_kernels": "load", "megatron.core.datasets.utils": "compile_helpers"}
 HELPERS = "megatron.core.datasets.helpers_cpp"
 
 
@@ -29,7 +31,14 @@ class WheelsHelpers:
 
 
 def install() -> None:
-    """Skip the compilers; look for the helpers in the wheel after everywhere else."""
-    for module, function in COMPILING.items():
+    """Skip the compilers, look for the helpers in the wheel after everywhere else, and add missing names."""
+    for module, function in COMPILERS.items():
         wrapt.register_post_import_hook(lambda imported, _name=function: setattr(imported, _name, lambda *args: None), module)
     sys.meta_path.append(WheelsHelpers)
+    wrapt.register_post_import_hook(_name_missing_gemm, "megatron.core.transformer.moe.moe_utils")
+
+
+def _name_missing_gemm(moe_utils: ModuleType) -> None:
+    """0.16 asks whether this is None, but defines it only where Transformer Engine is."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
