@@ -13,8 +13,8 @@ from ds_basisrot.common.log import log
 from ds_basisrot.pipeline.lagged_norms import LaggedNorms
 from ds_basisrot.pipeline.schedule import staleness
 
+from . import checkpoint, names, patching
 from . import config as config_file
-from . import names, patching
 
 _job: "Job | None" = None
 
@@ -54,6 +54,7 @@ class Job:
         self.pipeline: Any = None
         self._norms: LaggedNorms | None = None
         self._optimizer: Any = None
+        self._restored: Any = None
         self.calls_left: int | None = None
         """Training steps until the job ends, this one included, where that is known."""
         self._said = False
@@ -69,6 +70,7 @@ class Job:
         from . import training
 
         training.patch(self)
+        checkpoint.patch(self)
         what = [*(["BasisRotation"] if self.rotates else []), *(["norms per stage"] if self.settings.pipeline.asynchronous else [])]
         self.replace(megatron.core.optimizer, "get_megatron_optimizer", self._wrap_optimizer, ", ".join(what))
         if self.settings.pipeline.asynchronous:
@@ -103,7 +105,7 @@ class Job:
                 optimizer = build(config, model_chunks, self.settings.optimizer, native, *args, **kwargs)
             else:
                 optimizer = native(config, model_chunks, *args, **kwargs)
-            self.pipeline, self._norms, self._optimizer = None, None, optimizer
+            self.pipeline, self._norms, self._optimizer, self._restored = None, None, optimizer, None
             if asynchronous:
                 self._norms = LaggedNorms(
                     parallel_state.get_pipeline_model_parallel_rank(),
@@ -156,6 +158,7 @@ class Job:
             if self._norms is None:
                 raise ConfigError("pipeline.schedule: async_1f1b needs an optimizer from megatron.core.optimizer.get_megatron_optimizer")
             self.pipeline = AsyncPipeline(model, self.settings.pipeline, self._norms, self._optimizer)
+            self.pipeline.restore(self._restored)
         elif self.pipeline.model is not model:
             raise ConfigError("pipeline.schedule: async_1f1b trains one model, and was given a second one")
         left, trained = self.calls_left, self.pipeline.trained
@@ -172,6 +175,33 @@ class Job:
         """See `megatron_patches.forget_data`."""
         if self.pipeline is not None:
             self.pipeline.forget_data()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether Megatron's optimizer was built since the patches were applied."""
+        return self._optimizer is not None
+
+    def sharded_state(self) -> dict[str, Any]:
+        """What goes into a checkpoint, of this rank."""
+        if self.pipeline is not None:
+            self._restored = self.pipeline.state()
+        return {} if self._restored is None else {"stage": checkpoint.stage_object(self._restored)}
+
+    def wanted_state(self, present: Mapping[str, Any]) -> dict[str, Any]:
+        """What is asked of a checkpoint, by what is there."""
+        if self._norms is None:
+            return {}
+        wanted = checkpoint.wanted_stage(present)
+        return {} if wanted is None else {"stage": wanted}
+
+    def take_state(self, state: Mapping[str, Any]) -> None:
+        """Take in what was asked for."""
+        self._restored = state.get("stage")
+        if self.pipeline is not None:
+            self.pipeline.drain()
+            self.pipeline.restore(self._restored)
 
     # -- what is said ------------------------------------------------------------------------------------------------------------------
 

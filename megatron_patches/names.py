@@ -23,6 +23,7 @@ CORE = (
             "get_expert_tensor_and_model_parallel_group",
         ),
     ),
+    ("megatron.core.dist_checkpointing.serialization", ("save", "load", "load_sharded_metadata")),
     ("megatron.core.utils", ("get_attr_wrapped_model", "get_model_config", "get_model_type")),
 )
 

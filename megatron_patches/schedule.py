@@ -140,6 +140,21 @@ class AsyncPipeline:
             )
         self._feed = Feed(data_iterator)
 
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs; nothing may be in flight."""
+        tied = None if self.tied is None else self.tied.state()
+        return {"updates": self.updates, "norms": self.norms.known.cpu(), "tied": tied}
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Take in what `state` gave; None: begin anew."""
+        if state is None:
+            self.norms.known.zero_()
+            return
+        self.updates = state["updates"]
+        self.norms.known.copy_(state["norms"])
+        if self.tied is not None:
+            self.tied.restore(state["tied"])
+
     def forget_data(self) -> None:
         """Give up what was read ahead; nothing may be in flight."""
         if self._filled:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ds_basisrot.pipeline.channels import TIED, Channel, group_of_pair
 from ds_basisrot.pipeline.lagged_norms import LaggedNorms
-from ds_basisrot.pipeline.tied_gradients import TiedWeight
+from ds_basisrot.pipeline.tied_gradients import Pending, TiedWeight
 
 
 def are_tied(model: torch.nn.Module) -> bool:
@@ -67,3 +67,19 @@ class TiedEmbeddings:
             return successful
 
         optimizer.step_with_ready_grads = step_with_ready_grads
+
+    def state(self) -> list[tuple[int, Tensor, Tensor]]:
+        """(update, sum, factor) of what was not applied yet, after waiting for it."""
+        if self._weight is None:
+            return []
+        self.tied.settle()
+        return [(each.update, each.total.cpu(), each.factor.cpu()) for each in self.tied.pending]
+
+    def restore(self, state: list[tuple[int, Tensor, Tensor]]) -> None:
+        """Take in what `state` gave."""
+        if self._weight is None:
+            return
+        self.tied.settle()  # nothing of before may arrive later
+        self.tied.pending.clear()
+        device = self._weight.device
+        self.tied.pending.extend(Pending(update, total=total.to(device), factor=factor.to(device)) for update, total, factor in state)
