@@ -3,6 +3,8 @@
 import os
 import runpy
 import sys
+from multiprocessing import spawn
+from typing import Any
 
 
 def main(arguments: list[str]) -> None:
@@ -16,6 +18,7 @@ def main(arguments: list[str]) -> None:
     if not target:
         sys.exit("usage: python -m cpu_cuda_shim (SCRIPT | -m MODULE) ARGUMENTS...")
     sys.argv = [target, *rest]
+    spawn.get_preparation_data = without_script(spawn.get_preparation_data)
     if module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
@@ -23,4 +26,10 @@ def main(arguments: list[str]) -> None:
         runpy.run_path(target, run_name="__main__")
 
 
-main(sys.argv[1:])
+def without_script(prepared: Any) -> Any:
+    """What a spawned process is told, but for the script: importing it takes a checkpoint's helpers many seconds, and none needs it."""
+    return lambda name: {key: value for key, value in prepared(name).items() if not key.startswith("init_main_from_")}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
