@@ -1,4 +1,4 @@
-"""Which parameters of a Megatron model are rotated, as which matrices, and under which name: of this rank, or whole over tensor parallelism."""
+"""Which parameters of a Megatron model are rotated, as which matrices, of this rank or whole over tensor parallelism, by which name."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

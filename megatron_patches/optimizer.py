@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -19,7 +20,7 @@ from ds_basisrot.common.blocks import ConfigError, check_optimizer_params, optim
 from ds_basisrot.common.log import log
 from ds_basisrot.optim.basis_rotation import BasisRotation
 from ds_basisrot.optim.options import closest
-from ds_basisrot.optim.roles import assign_roles
+from ds_basisrot.optim.roles import Role, assign_roles
 from ds_basisrot.optim.routing import describe, pattern_matches
 from ds_basisrot.sharding.optimizer import ShardedBasisRotation
 
@@ -79,8 +80,9 @@ def build(
     _check_chunks(model_chunks)
     built = native(config, model_chunks, *args, **kwargs)
     optimizers = megatron_optimizers(built)
-    groups = _Groups(inspect.signature(native).bind(config, model_chunks, *args, **kwargs).arguments.get("pg_collection"))
-    found = matrices_of(model_chunks, groups.places(), exact, patterns)
+    given = inspect.signature(native).bind(config, model_chunks, *args, **kwargs).arguments
+    groups = _Groups(model_chunks[0], given.get("pg_collection"), exact)
+    found = matrices_of(model_chunks, groups.places, exact, patterns)
     _agree(found, patterns)
     for optimizer in optimizers:
         if not optimizer.is_stub_optimizer:
@@ -127,29 +129,55 @@ def _check_chunks(model_chunks: Sequence[nn.Module]) -> None:
             raise ConfigError("num_distributed_optimizer_instances: BasisRotation needs 1")
 
 
+@dataclass(frozen=True)
+class _Sharers:
+    """The process groups that share the parameters of one of Megatron's optimizers.
+
+    Attributes:
+        tensor: tensor-parallel ranks.
+        replicas: data-parallel ranks.
+        joined: the data-parallel ranks of all tensor-parallel ones; None where no matrix is whole over them.
+        table: `table[tensor-parallel rank][data-parallel rank]` is a rank in `joined`.
+    """
+
+    tensor: Any
+    replicas: Any
+    joined: Any = None
+    table: tuple[tuple[int, ...], ...] = ()
+
+    def of(self, shards: int) -> tuple[Any, tuple[tuple[int, ...], ...]]:
+        """The group that shares what has so many shards, and its ranks by shard and replica."""
+        if shards == 1:
+            return self.replicas, (tuple(range(dist.get_world_size(self.replicas))),)
+        return self.joined, self.table
+
+
 class _Groups:
-    """Megatron's process groups: those of a collection, or the global ones."""
+    """Megatron's process groups, of a collection or the global ones, and those that are made of them. Every rank builds it."""
 
-    def __init__(self, collection: Any):
+    def __init__(self, chunk: DistributedDataParallel, collection: Any, exact: bool):
+        check_attributes(chunk, "DistributedDataParallel")
         state = parallel_state
-        self.tensor = collection.tp if collection else state.get_tensor_model_parallel_group()
-        self.expert_tensor = getattr(collection, "expt_tp", self.tensor) if collection else state.get_expert_tensor_parallel_group()
-        self._expert = getattr(collection, "ep", None) if collection else state.get_expert_model_parallel_group()
-        self._joined: dict[tuple[int, ...], Any] = {}
+        tensor = collection.tp if collection else state.get_tensor_model_parallel_group()
+        expert_tensor = getattr(collection, "expt_tp", tensor) if collection else state.get_expert_tensor_parallel_group()
+        expert = getattr(collection, "ep", None) if collection else state.get_expert_model_parallel_group()
+        self.places = Places(_place(tensor), _place(expert_tensor), _place(expert) if expert else Place(0, 1))
+        join = _joined if exact else lambda *groups: (None, ())
+        self.dense = _Sharers(tensor, chunk.intra_dp_cp_group, *join(tensor, chunk.intra_dp_cp_group))
+        self.experts = _Sharers(expert_tensor, chunk.intra_expt_dp_group, *join(expert_tensor, chunk.intra_expt_dp_group))
 
-    def places(self) -> Places:
-        """Of this rank."""
-        expert = _place(self._expert) if self._expert is not None else Place(0, 1)
-        return Places(_place(self.tensor), _place(self.expert_tensor), expert)
 
-    def joined(self, tensor: Any, replicas: Any) -> tuple[Any, list[list[int]]]:
-        """A group of the data-parallel ranks of all tensor-parallel ranks, and its ranks by tensor-parallel and data-parallel rank."""
-        of_shards: list[list[int]] = [[] for _ in range(dist.get_world_size(tensor))]
-        dist.all_gather_object(of_shards, dist.get_process_group_ranks(replicas), group=tensor)
-        members = sorted(chain.from_iterable(of_shards))
-        if tuple(members) not in self._joined:
-            self._joined[tuple(members)] = dist.new_group(members, use_local_synchronization=True)
-        return self._joined[tuple(members)], [[members.index(rank) for rank in ranks] for ranks in of_shards]
+def _joined(tensor: Any, replicas: Any) -> tuple[Any, tuple[tuple[int, ...], ...]]:
+    """`joined` and `table` of `_Sharers`. Every rank of the world calls it."""
+    of_shards: list[list[int]] = [[] for _ in range(dist.get_world_size(tensor))]
+    dist.all_gather_object(of_shards, dist.get_process_group_ranks(replicas), group=tensor)
+    if len(of_shards) == 1:
+        return None, ()
+    members = tuple(sorted(chain.from_iterable(of_shards)))
+    of_world: list[tuple[int, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(of_world, members)
+    made = {ranks: dist.new_group(list(ranks)) for ranks in sorted(set(of_world))}
+    return made[members], tuple(tuple(members.index(rank) for rank in ranks) for ranks in of_shards)
 
 
 def _place(group: Any) -> Place:
@@ -196,39 +224,43 @@ def _replace_inner(
         raise ConfigError(f"BasisRotation does not know Megatron's {type(optimizer).__name__}")
     updated, inner_groups = _tensors(optimizer), optimizer.optimizer.param_groups
     is_sliced = isinstance(optimizer, DistributedOptimizer)
+    sharers = groups.experts if inner_groups[0]["is_expert_parallel"] else groups.dense
     buffers = {p: buffer for buffer in _buffers(optimizer if is_sliced else None, model_chunks) for p in buffer.params}
     own = [each for each in found if each.parameter in (buffers if is_sliced else updated)]
-    index_of = _group_indices(own, updated, inner_groups, buffers)
+    if not own:  # a pipeline stage without parameters of this kind
+        return
+    index_of = _group_indices(own, updated, inner_groups, sharers.replicas)
     blueprint, used = _blueprint(own, index_of, inner_groups, options)
-    device = next(iter(buffers)).device if buffers else torch.device("cpu")
 
     shares: list[Share] = []
-    replicas, tensor = None, groups.tensor
-    if own:
-        replicas = buffers[own[0].parameter].data_parallel_group
-        tensor = groups.expert_tensor if all(each.is_expert for each in own) else groups.tensor
-        names = {each.name: updated[each.parameter] for each in own if each.parameter in updated}
-        roles = _roles(blueprint)
-        for shards in sorted({each.shards for each in own}):
-            shared = [each for each in own if each.shards == shards]
-            group, ranks = (replicas, [list(range(_place(replicas).size))]) if shards == 1 else groups.joined(tensor, replicas)
-            lots = [Lot(index, ranks, [each for each in shared if index_of[each.name] == index]) for index in used]
-            lots = [lot for lot in lots if lot.members]
-            cuts = cuts_of_buckets(shared, list(dict.fromkeys(buffers.values()))) if is_sliced else None
-            cuts = cuts if cuts is not None else cuts_by_cost(lots, roles, options.get("state_dtype", "float32"))
-            for lot in lots:
-                lot.fill(cuts)
-                shares.append(Share(lot, _place(replicas).rank, group, names, not is_sliced, device))
-            _check_equal(lots, group)
+    place = _place(sharers.replicas)
+    names = {each.name: updated[each.parameter] for each in own if each.parameter in updated}
+    for shards in sorted({each.shards for each in own}):
+        group, ranks = sharers.of(shards)
+        if len(ranks) != shards:
+            raise ConfigError(
+                'optimizer.params.tp_mode: "exact" needs expert_tensor_parallel_size equal to tensor_model_parallel_size where '
+                'expert_model_parallel_size is 1; use "blockwise"'
+            )
+        shared = [each for each in own if each.shards == shards]
+        lots = [Lot(index, ranks, [each for each in shared if index_of[each.name] == index]) for index in used]
+        lots = [lot for lot in lots if lot.members]
+        if is_sliced:
+            cuts = cuts_of_buckets(shared, list(dict.fromkeys(buffers.values())))
+        else:
+            cuts = cuts_by_cost(lots, roles_of(blueprint), options.get("state_dtype", "float32"))
+        for lot in lots:
+            lot.fill(cuts)
+            shares.append(Share(lot, place.rank, group, names, not is_sliced))
+        _check_equal(lots, group)
 
     of_groups = [[share.buffer for share in shares if share.lot.index == index] for index in used]
     rotation = ShardedBasisRotation(blueprint, of_groups)
     rotation.bind([share.flat for share in shares])
     rotation.gradient_dtype = _gradient_dtype(optimizer.config, model_chunks)
-    whole_replicas = replicas if not is_sliced and replicas is not None and _place(replicas).size > 1 else None
-    optimizer.optimizer = InnerBasisRotation(
-        inner_groups, rotation, shares, used, whole_replicas, tensor if _place(tensor).size > 1 else None
-    )
+    replicas = sharers.replicas if not is_sliced and place.size > 1 else None
+    tensor = sharers.tensor if dist.get_world_size(sharers.tensor) > 1 else None
+    optimizer.optimizer = InnerBasisRotation(inner_groups, rotation, shares, used, replicas, tensor)
     optimizer.init_state_fn = _no_states
     log(f"{type(optimizer).__name__}: {rotation.describe()}")
 
@@ -242,16 +274,13 @@ def _buffers(sliced: DistributedOptimizer | None, model_chunks: Sequence[nn.Modu
 
 
 def _group_indices(
-    own: Sequence[Matrices], updated: Mapping[Tensor, Tensor], inner_groups: Sequence[Mapping[str, Any]], buffers: Mapping[Tensor, Any]
+    own: Sequence[Matrices], updated: Mapping[Tensor, Tensor], inner_groups: Sequence[Mapping[str, Any]], replicas: Any
 ) -> dict[str, int]:
     """The group of every parameter; where a rank holds nothing of one, others say it."""
     index_of_tensor = {id(tensor): index for index, group in enumerate(inner_groups) for tensor in group["params"]}
     known = {each.name: index_of_tensor[id(updated[each.parameter])] for each in own if each.parameter in updated}
-    if not own:
-        return known
-    group = buffers[own[0].parameter].data_parallel_group
-    of_ranks: list[dict[str, int]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(of_ranks, known, group=group)
+    of_ranks: list[dict[str, int]] = [{} for _ in range(dist.get_world_size(replicas))]
+    dist.all_gather_object(of_ranks, known, group=replicas)
     return {name: index for of_one in of_ranks for name, index in of_one.items()}
 
 
@@ -267,13 +296,11 @@ def _blueprint(
             present = {key: group[key] for key in ("lr", "weight_decay") if key in group}
             described.append({"params": named, "rotate": [each.entry for each in members], **present})
             used.append(index)
-    if not described:  # a pipeline stage without parameters of this kind
-        described.append({"params": [], "rotate": []})
-        used.append(0)
     return BasisRotation(described, **options), used
 
 
-def _roles(blueprint: BasisRotation) -> dict[str, Any]:
+def roles_of(blueprint: BasisRotation) -> dict[str, Role]:
+    """The role of each parameter, by name."""
     roles = assign_roles(blueprint.param_groups, None)
     return {name: roles[p] for group in blueprint.param_groups for name, p in zip(group["param_names"], group["params"])}
 

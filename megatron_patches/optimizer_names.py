@@ -41,9 +41,15 @@ ATTRIBUTES = {
         ("model_fp32_groups", "parameters of shard_fp32_groups"),
         ("shard_fp32_groups", "slices that are updated in their place"),
     ),
+    "DistributedDataParallel": (
+        ("intra_dp_cp_group", "ranks that average the gradients of dense parameters"),
+        ("intra_expt_dp_group", "ranks that average the gradients of expert parameters"),
+        ("expert_parallel_buffers", "the buffers of expert parameters"),
+    ),
     "buffer": (
         ("params", "parameters in it"),
         ("data_parallel_group", "whose ranks average their gradients"),
+        ("grad_dtype", "in which they are added up"),
         ("param_index_map", "where parameters lie in it"),
         ("buckets", "what is cut into equal parts by the distributed optimizer"),
     ),

@@ -56,8 +56,9 @@ class Share:
         whole: whether `tensors` are whole parts, the same on all replicas, which get each other's updates.
     """
 
-    def __init__(self, lot: Lot, replica: int, group: Any, tensors: Mapping[str, Tensor], whole: bool, device: torch.device):
+    def __init__(self, lot: Lot, replica: int, group: Any, tensors: Mapping[str, Tensor], whole: bool):
         self.lot, self._replica = lot, replica
+        device = lot.members[0].parameter.device
         # One element more than it holds: a buffer that holds nothing takes part in the exchange like any other.
         self.buffer = torch.nn.Parameter(torch.zeros(lot.numels[replica] + 1, device=device))
         labels = {member.name: member.label for member in lot.members if member.label}
@@ -88,13 +89,15 @@ class Share:
             numel = min(GATHERED_NUMEL, longest - first)
             sent = self.buffer.data[: self.lot.numels[self._replica]][first : first + numel]
             sent = torch.nn.functional.pad(sent, (0, numel - sent.numel()))
-            received = sent.new_empty(size, numel)
+            received = sent.new_empty(size * numel)
             dist.all_gather_into_tensor(received, sent, group=replicas)
             for other, slices in self._slices.items():
                 for each in slices if other != self._replica else ():
                     begin, end = max(each.start, first), min(each.start + each.numel, first + numel)
                     if begin < end:
-                        each.weight()[begin - each.start : end - each.start].copy_(received[other, begin - first : end - first])
+                        each.weight()[begin - each.start : end - each.start].copy_(
+                            received[other * numel + begin - first : other * numel + end - first]
+                        )
 
     def release(self) -> None:
         """Give up the storage until the next update."""
