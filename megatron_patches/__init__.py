@@ -21,6 +21,9 @@ def apply(config: Any) -> None:
     Raises:
         ConfigError: the file, or this Megatron, cannot be used; one line that says why.
     """
+    from . import names
+
+    names.check()
     from .job import start
 
     start(config)

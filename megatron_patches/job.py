@@ -13,7 +13,7 @@ from ds_basisrot.common.log import log
 from ds_basisrot.pipeline.lagged_norms import LaggedNorms
 from ds_basisrot.pipeline.schedule import staleness
 
-from . import checkpoint, names, patching
+from . import checkpoint, names, patching, training
 from . import config as config_file
 
 _job: "Job | None" = None
@@ -25,7 +25,6 @@ def start(config: str | Path | Mapping[str, Any]) -> "Job":
     settings = config_file.load(config)
     if _job is not None and _job.pipeline is not None and _job.pipeline.in_flight:
         raise ConfigError(f"{settings.path}: another one was applied before, and trains; call megatron_patches.drain() first")
-    names.check()
     _job = Job(settings)
     _job.patch()
     return _job
@@ -66,8 +65,6 @@ class Job:
         """Replace Megatron's functions, in the core and, where it is there, in its training package."""
         import megatron.core.optimizer
         import megatron.core.pipeline_parallel.schedules as schedules
-
-        from . import training
 
         training.patch(self)
         checkpoint.patch(self)
@@ -159,6 +156,8 @@ class Job:
                 raise ConfigError("pipeline.schedule: async_1f1b needs an optimizer from megatron.core.optimizer.get_megatron_optimizer")
             self.pipeline = AsyncPipeline(model, self.settings.pipeline, self._norms, self._optimizer)
             self.pipeline.restore(self._restored)
+            arguments = training.arguments()
+            self.pipeline.listens = bool(arguments and (arguments.exit_signal_handler or arguments.exit_duration_in_mins))
         elif self.pipeline.model is not model:
             raise ConfigError("pipeline.schedule: async_1f1b trains one model, and was given a second one")
         left, trained = self.calls_left, self.pipeline.trained

@@ -17,10 +17,12 @@ from ds_basisrot.pipeline import chrome_trace
 from ds_basisrot.pipeline.channels import Lanes
 from ds_basisrot.pipeline.lagged_norms import LaggedNorms
 from ds_basisrot.pipeline.schedule import Action, AsyncSchedule, Kind, staleness
+from ds_basisrot.pipeline.stop_requests import StopRequests
 from ds_basisrot.pipeline.transport import Transport
 from ds_basisrot.pipeline.weight_versions import WeightVersions
 from ds_basisrot.pipeline.wire import Control, Sort
 
+from . import stopping
 from .feed import Feed
 from .tied_embeddings import TiedEmbeddings, are_tied
 
@@ -42,6 +44,8 @@ class AsyncPipeline:
 
     def __init__(self, model: torch.nn.Module, options: PipelineOptions, norms: LaggedNorms, optimizer: Any):
         self.model, self.norms = model, norms
+        self.listens = False
+        """Whether something may ask the job to stop before its last step."""
         self.trained = self.updates = 0  # microbatches whose gradient is in an update, and updates, on every stage
         self.last: int | None = None
         """The last microbatch of the job, where it is known: none after it is read."""
@@ -53,6 +57,7 @@ class AsyncPipeline:
         lanes = Lanes(pipelines, self._group, control_apart=device.type != "cpu")
         self._transport = Transport(lanes, self.staleness, device, activation_fields=self.stages, gradient_fields=LOSS_FIELDS + self.stages)
         stashing = options.weight_stashing and self.staleness > 0
+        self.stop = StopRequests(self.stages)
         self.versions = WeightVersions([p for p in model.parameters() if p.requires_grad], stashing)
         self.tied: TiedEmbeddings | None = None
         if are_tied(model):
@@ -79,6 +84,11 @@ class AsyncPipeline:
         }
 
     @property
+    def stops(self) -> bool:
+        """Whether the last update was the one after which all stages stop."""
+        return self.stop.due(self.updates)
+
+    @property
     def in_flight(self) -> bool:
         """Whether forwards are."""
         return self._filled
@@ -99,6 +109,9 @@ class AsyncPipeline:
         if self._filled and microbatches != self._accumulation:
             self.drain()
         self._accumulation = microbatches
+        if self.stage == 0 and self.listens:
+            self.stop.agreed = stopping.hear_replicas(self.stop.wanted)
+            self.stop.decide(self.updates, microbatches)
         self.versions.changed()
         self.versions.prepare()
         config = get_model_config(self.model)
@@ -167,9 +180,13 @@ class AsyncPipeline:
 
     # -- messages ----------------------------------------------------------------------------------------------------------------------
 
+    def _control(self, sort: Sort = Sort.NORMAL) -> Control:
+        return Control(sort, self.stop.after, int(self.stop.wanted))
+
     def _receive_activation(self, microbatch: int) -> None:
         control, norms, tensor = self._transport.receive_activation(microbatch)
         self.norms.from_previous(norms)
+        self.stop.heard(0, control.stop_after)
         if control.sort is Sort.NORMAL:
             self._inputs[microbatch] = tensor
         else:
@@ -177,18 +194,19 @@ class AsyncPipeline:
 
     def _send_activation(self, microbatch: int) -> None:
         if microbatch in self._holes:
-            self._transport.send_activation(microbatch, Control(Sort.HOLE), self.norms.known, None)
+            self._transport.send_activation(microbatch, self._control(Sort.HOLE), self.norms.known, None)
             return
         output = self._outputs[microbatch]
-        self._transport.send_activation(microbatch, Control(), self.norms.known, output)
+        self._transport.send_activation(microbatch, self._control(), self.norms.known, output)
         schedules.deallocate_output_tensor(output, self._call.config.deallocate_pipeline_outputs)
 
     def _receive_gradient(self, microbatch: int) -> None:
-        _, fields, self._gradients = self._transport.receive_gradient()
+        control, fields, self._gradients = self._transport.receive_gradient()
+        self.stop.heard(control.stop_wanted, -1)
         self.norms.from_next(fields[LOSS_FIELDS:])
 
     def _send_gradient(self, microbatch: int) -> None:
-        self._transport.send_gradient(microbatch, Control(), self.norms.fields, self._inputs.pop(microbatch))
+        self._transport.send_gradient(microbatch, self._control(), self.norms.fields, self._inputs.pop(microbatch))
 
     # -- forward and backward ----------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from . import names
+from . import names, stopping
 
 if TYPE_CHECKING:
     from .job import Job
@@ -45,6 +45,7 @@ def patch(job: "Job") -> None:
     job.replace(training, "train_step", _wrap_train_step(job), "end of the data")
     job.replace(checkpointing, "save_checkpoint", _wrap_save(job), "cut")
     job.replace(utils, "logical_and_across_model_parallel_group", _within_stage(job), "no collective across stages")
+    stopping.patch(job)
     job.replace(utils, "reduce_max_stat_across_model_parallel_group", _within_stage(job), "no collective across stages")
 
 

@@ -19,6 +19,7 @@ from ..pipeline.channels import GONE, Lanes, first_words
 from ..pipeline.lagged_norms import LaggedNorms
 from ..pipeline.schedule import AsyncSchedule, staleness
 from ..pipeline.stash import stash_versions
+from ..pipeline.stop_requests import StopRequests
 from ..pipeline.transport import Transport
 from ..pipeline.weight_versions import WeightVersions
 from . import checkpoint, private_names, shared_refreshes
@@ -29,7 +30,6 @@ from .log import log_stage
 from .microbatches import Feeds, are_tensors
 from .on_all_ranks import on_all_ranks
 from .stage import OutOfData, Stage
-from .stopping import StopRequests
 from .tied_weights import TiedWeights
 
 TRAIN = object()

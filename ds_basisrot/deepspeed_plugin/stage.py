@@ -11,11 +11,11 @@ from ..common.blocks import PipelineOptions
 from ..pipeline import chrome_trace
 from ..pipeline.lagged_norms import LaggedNorms
 from ..pipeline.schedule import Action, AsyncSchedule, Kind
+from ..pipeline.stop_requests import StopRequests
 from ..pipeline.transport import Transport
 from ..pipeline.weight_versions import WeightVersions
 from ..pipeline.wire import Control, Payload, Sort, as_tuple
 from .microbatches import Feeds
-from .stopping import StopRequests
 from .tied_weights import TiedWeights
 
 LOSS = 0

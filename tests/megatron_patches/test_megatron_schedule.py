@@ -1,0 +1,80 @@
+"""The no-flush schedule on real Megatron processes trains as the simulation of late gradients does."""
+
+import pytest
+import torch
+from megatron_job import Job
+from megatron_processes import run_jobs, run_simulations
+from megatron_shards import largest_difference, largest_movement, load, mean_over_replicas
+
+ASYNC = {"pipeline": {"schedule": "async_1f1b"}}
+NO_STASH = {"pipeline": {"schedule": "async_1f1b", "weight_stashing": False}}
+BY_STAGE = {"pipeline": {"schedule": "async_1f1b", "clip_scope": "stage"}}
+
+EXACT = [
+    Job("two", pp=2, basisrot=ASYNC, evaluate_after=3),
+    Job("one_microbatch", pp=2, microbatches=1, steps=12, basisrot=ASYNC),
+    Job("bf16", pp=2, bf16=True, basisrot=ASYNC, evaluate_after=3),
+    Job("no_stash", pp=2, microbatches=1, steps=12, basisrot=NO_STASH),
+    Job("no_stash_bf16", pp=2, microbatches=1, steps=12, bf16=True, basisrot=NO_STASH),
+    Job("recomputed", pp=2, microbatches=2, bf16=True, recompute=True, basisrot=ASYNC),
+    Job("experts", pp=2, microbatches=2, experts=4, basisrot=ASYNC),
+    Job("four", pp=4, microbatches=2, basisrot=ASYNC, evaluate_after=3),
+    Job("four_one_bf16", pp=4, microbatches=1, steps=12, bf16=True, basisrot=ASYNC),
+    Job("replicas", pp=2, dp=2, basisrot=ASYNC, warmup=2),
+    Job("tied", pp=2, microbatches=1, steps=10, tied=True, basisrot=ASYNC),
+    Job("four_tied", pp=4, microbatches=2, steps=10, tied=True, basisrot=ASYNC),
+    Job("tied_sharded", pp=2, dp=2, bf16=True, microbatches=2, tied=True, distributed_optimizer=True, basisrot=ASYNC),
+    Job("sharded", pp=2, dp=2, bf16=True, microbatches=2, distributed_optimizer=True, basisrot=ASYNC, evaluate_after=3),
+]
+CLOSE = [  # a norm is a sum in another order
+    Job("clipped", pp=2, microbatches=1, steps=10, clip=0.5, basisrot=ASYNC),
+    Job("clipped_by_stage", pp=2, microbatches=1, steps=10, clip=0.5, basisrot=BY_STAGE),
+    Job("tied_clipped_bf16", pp=2, microbatches=1, steps=10, tied=True, clip=0.5, bf16=True, basisrot=ASYNC),
+    Job("four_clipped", pp=4, microbatches=1, steps=10, clip=0.5, basisrot=ASYNC),
+    Job("four_tied_clipped", pp=4, microbatches=2, steps=10, tied=True, clip=0.5, basisrot=ASYNC),
+    Job("tied_sharded_clipped", pp=2, dp=2, microbatches=2, tied=True, clip=0.5, distributed_optimizer=True, basisrot=ASYNC),
+    Job("tensor_parallel", pp=2, tp=2, swiglu=True, query_groups=2, clip=0.5, basisrot=ASYNC),
+]
+JOBS = [*EXACT, *CLOSE]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("megatron_schedule")
+    run_jobs(JOBS, folder)
+    run_simulations(JOBS, folder)
+    return folder
+
+
+@pytest.mark.parametrize("job", EXACT, ids=lambda job: job.name)
+def test_bit_for_bit_as_simulated(out, job):
+    results, simulated = load(out, job.name), torch.load(out / job.name / "simulated.pt")
+    assert largest_movement(results) > 1e-3
+    assert largest_difference(results, simulated["weights"]) == 0
+    if job.bf16 and not job.distributed_optimizer:
+        assert largest_difference(results, simulated["weights"], "main_weights") == 0
+    assert mean_over_replicas(results) == pytest.approx(simulated["losses"], abs=1e-6)
+    assert mean_over_replicas(results, "evaluations") == pytest.approx(simulated["evaluations"], abs=1e-6)
+
+
+@pytest.mark.parametrize("job", CLOSE, ids=lambda job: job.name)
+def test_other_roundings_stay_close(out, job):
+    results, simulated = load(out, job.name), torch.load(out / job.name / "simulated.pt")
+    kind = "main_weights" if job.bf16 else "weights"
+    assert largest_difference(results, simulated["weights"], kind) < 1e-3 * largest_movement(results)
+
+
+@pytest.mark.parametrize("job", [job for job in JOBS if job.tied], ids=lambda job: job.name)
+def test_tied_copies_are_equal(out, job):
+    results = load(out, job.name)
+    first = [r["weights"]["embedding.word_embeddings.weight"] for r in results if r["stage"] == 0]
+    last = [r["weights"]["output_layer.weight"] for r in results if r["stage"] == job.pp - 1]
+    assert all(torch.equal(a, b) for a, b in zip(first, last))
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_each_end_reads_what_it_forwards(out, job):
+    trained = job.steps * job.microbatches
+    for result in load(out, job.name):
+        if result["tp_rank"] == 0 and result["stage"] in (0, job.pp - 1):
+            assert result["drawn"] == trained + job.pp - 1 - result["stage"]
