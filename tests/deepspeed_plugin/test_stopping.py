@@ -6,7 +6,7 @@ import pytest
 import torch
 from processes import HERE, torchrun
 
-from ds_basisrot.deepspeed_plugin.stopping import NEVER, StopRequests
+from ds_basisrot.pipeline.stop_requests import NEVER, StopRequests
 
 
 @pytest.mark.parametrize(
