@@ -95,6 +95,7 @@ class Job:
 
             asynchronous = self.settings.pipeline.asynchronous and parallel_state.get_pipeline_model_parallel_world_size() > 1
             if asynchronous:
+                refusals.check_arguments(training.arguments())
                 refusals.check_schedule(config, model_chunks)
             if self.rotates:
                 from .optimizer import build

@@ -14,6 +14,12 @@ from .tied_embeddings import are_tied
 MODEL_OPTIONS = (
     ("calculate_per_token_loss", "--calculate-per-token-loss", "the last stage would tell all others the number of tokens in each update"),
     ("fp8", "--fp8-format", "cached 8-bit weights would not follow the weights that a microbatch was forwarded with"),
+    (
+        "num_microbatches_with_partial_activation_checkpoints",
+        "num_microbatches_with_partial_activation_checkpoints",
+        "it counts on a flush",
+    ),
+    ("delay_wgrad_compute", "--delay-wgrad-compute", "weight gradients would be computed with other weights than the forward's"),
     ("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", "it needs a flush"),
     ("overlap_p2p_comm", "--overlap-p2p-communication", "the schedule does that by itself"),
     ("fine_grained_activation_offloading", "--fine-grained-activation-offloading", "it needs a flush"),
@@ -25,6 +31,18 @@ MODEL_OPTIONS = (
 DDP_OPTIONS = (
     ("overlap_param_gather", "--overlap-param-gather", "weights would be gathered after they are stashed"),
     ("use_megatron_fsdp", "--use-megatron-fsdp", "it moves the weights' storage"),
+)
+
+# Options of Megatron-LM's training script that must be off: (name, flag, why).
+SCRIPT_OPTIONS = (
+    ("perform_rl_step", "--perform-rl-step", "its data iterator changes in mid-run"),
+    ("hybrid_context_parallel", "--hybrid-context-parallel", "it replaces the schedule itself"),
+    ("iterations_to_skip", "--iterations-to-skip", "data is read ahead, so that other samples would be skipped"),
+    ("dataloader_save", "--dataloader-save", "a loader's position would count data that was only read ahead"),
+    ("log_params_norm", "--log-params-norm", "all stages would meet in every step"),
+    ("log_straggler", "--log-straggler", "all stages would meet in every logged step"),
+    ("adlr_autoresume", "--adlr-autoresume", "it stops stages at different updates"),
+    ("save_dgrads_interval", "--save-dgrads-interval", "forwards of other steps are in flight"),
 )
 
 
@@ -53,6 +71,25 @@ def check_schedule(config: Any, model_chunks: list[torch.nn.Module]) -> None:
         raise ConfigError("pipeline.schedule: async_1f1b: this stage has no trainable parameter; give it layers that have some")
     if are_tied(model) and not model.ddp_config.grad_reduce_in_fp32 and config.bf16:
         _refuse("--grad-reduce-in-bf16", "tied embeddings need the sum of their gradients in float32; remove the flag")
+
+
+def check_arguments(arguments: Any) -> None:
+    """Refuse arguments of Megatron-LM's training script that async_1f1b cannot train with; None: another script.
+
+    Raises:
+        ConfigError: the first fault.
+    """
+    if arguments is None:
+        return
+    if getattr(arguments, "rerun_mode", "disabled") != "disabled":
+        _refuse("--rerun-mode", f"it cannot run a step again, got {arguments.rerun_mode!r}; pass --rerun-mode disabled")
+    for name, flag, why in SCRIPT_OPTIONS:
+        if getattr(arguments, name, None):
+            _refuse(flag, f"{why}; remove the flag")
+    if getattr(arguments, "ckpt_format", "torch_dist") != "torch_dist" and getattr(arguments, "save", None):
+        _refuse(
+            "--ckpt-format", f"what is in flight is known to torch_dist checkpoints only, got {arguments.ckpt_format!r}; use torch_dist"
+        )
 
 
 def _refuse(what: str, why: str) -> None:

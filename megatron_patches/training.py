@@ -2,8 +2,14 @@
 
 import functools
 import importlib.util
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from . import names, stopping
 
@@ -21,6 +27,7 @@ TRAINING = (
     ("megatron.training.global_vars", ("get_args",)),
 )
 TIMERS = (("megatron.core.timers", ("Timer", "Timers")),)
+EXPERTS = (("megatron.core.transformer.moe.moe_utils", ("reduce_aux_losses_tracker_across_ranks",)),)
 
 
 def is_here() -> bool:
@@ -35,6 +42,7 @@ def patch(job: "Job") -> None:
             importlib.import_module("megatron.training.training")  # which binds what is replaced in the core
         return
     _patch_timers(job)
+    _patch_expert_losses(job)
     if not is_here():
         return
     names.check_names(TRAINING)
@@ -107,6 +115,29 @@ def _patch_timers(job: "Job") -> None:
     job.replace_method(Timers, "_get_elapsed_time_all_ranks", functools.partial(_own_times, job), "own times")
 
 
+def _patch_expert_losses(job: "Job") -> None:
+    """Auxiliary losses of experts are logged in every step, summed over all stages; here each stage has its own."""
+    names.check_names(EXPERTS)
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    def make(native: Callable) -> Callable:
+        @functools.wraps(native)
+        def reduce_aux_losses(track_names: Any = None, pg_collection: Any = None) -> None:
+            if job.pipeline is None:
+                native(track_names, pg_collection)
+                return
+            groups = ProcessGroupCollection()
+            groups.pp = dist.GroupMember.NON_GROUP_MEMBER  # which collectives pass over
+            groups.dp = parallel_state.get_data_parallel_group(with_context_parallel=False, partial_data_parallel=False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                native(track_names, groups)
+
+        return reduce_aux_losses
+
+    job.replace(moe_utils, "reduce_aux_losses_tracker_across_ranks", make, "experts' losses per stage")
+
+
 def _without_barrier(job: "Job", native: Callable) -> Callable:
     @functools.wraps(native)
     def method(self: Any, *args: Any, barrier: bool = False, **kwargs: Any) -> Any:
@@ -120,8 +151,6 @@ def _own_times(job: "Job", native: Callable) -> Callable:
     def times(self: Any, names: Any, reset: bool, barrier: bool) -> Any:
         if job.pipeline is None:
             return native(self, names, reset, barrier)
-        import torch
-
         own = torch.zeros((1, len(names)), dtype=torch.float)
         for column, name in enumerate(names):
             if name in self._timers:
