@@ -16,6 +16,7 @@ except ImportError:  # setuptools before 64 has no editable wheels; its `develop
 ROOT = Path(__file__).resolve().parent
 AUTOLOAD_FILE = "ds_basisrot_autoload.py"
 DEEPSPEED = "deepspeed>=0.19,<0.20"
+MEGATRON = "megatron-core>=0.16,<0.17"
 
 
 def add_to_wheel(wheel: Path, source: Path) -> None:
@@ -86,11 +87,11 @@ setup(
     ],
     extras_require={
         "deepspeed": [DEEPSPEED],
-        "megatron": ["megatron-core>=0.16,<0.17"],
+        "megatron": [MEGATRON],
         "data": ["tokenizers", "datasets"],
         "peers": ["pytorch-optimizer"],
         # setuptools builds wheels by itself since 70.1; the tests of installations need that
-        "test": ["pytest", "hypothesis", "ruff", "setuptools>=70.1", "transformers>=5,<6", "accelerate>=1,<2", DEEPSPEED],
+        "test": ["pytest", "hypothesis", "ruff", "setuptools>=70.1", "transformers>=5,<6", "accelerate>=1,<2", DEEPSPEED, MEGATRON],
     },
     # Naming the root makes an editable install a plain .pth line. The other form, an import finder, loses against any folder called
     # ds_basisrot in the current directory, such as the checkout itself seen from its parent.
