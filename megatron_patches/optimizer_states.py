@@ -1,4 +1,4 @@
-"""States of BasisRotation inside Megatron's optimizers by name, for checkpoints: each rank has those of what it owns or holds a slice of."""
+"""States of BasisRotation inside Megatron's optimizers by name, for checkpoints: of what a rank owns, or holds a slice of."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

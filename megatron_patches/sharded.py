@@ -156,8 +156,8 @@ class InnerBasisRotation(torch.optim.Optimizer):
             if self._replicas is not None:
                 share.gather(self._replicas)
             share.release()
-        for state in self.state.values():
-            state[STEP] += 1
+        for state in self.state.values():  # after loading, Megatron's distributed optimizer lets them share a tensor
+            state[STEP] = state[STEP] + 1
         return loss
 
     def _agree_on_usable(self) -> None:

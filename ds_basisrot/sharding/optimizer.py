@@ -177,7 +177,6 @@ class ShardedBasisRotation(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._updates._settle()
         work = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None and p.numel() > 0]
         batches: dict[int, list[tuple[dict, Buffer]]] = {}
         for group, p in work:
@@ -188,6 +187,7 @@ class ShardedBasisRotation(torch.optim.Optimizer):
                     "BasisRotation was given flat buffers, but not told what they hold: it runs under ZeRO from the JSON only"
                 )
         for batch in batches.values():
+            self._updates._settle()
             with torch.autocast(batch[0][1].flat.buffer.device.type, enabled=False):
                 self._step(batch)
             for _, bound in batch:

@@ -1,11 +1,14 @@
 """Cases of BasisRotation inside Megatron's optimizers, by name: sizes of the parallel groups, and what a rank does and reports."""
 
+import copy
 import re
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from optimizer_model import (
     PARAMS,
     config,
@@ -22,6 +25,11 @@ from optimizer_model import (
     whole_shape,
     wrapped,
 )
+
+from ds_basisrot.common.blocks import ConfigError
+from megatron_patches import optimizer_names
+from megatron_patches.optimizer import build, rotations
+from megatron_patches.optimizer_states import named_states, restore_named_states
 
 EXPERTS = 4
 
@@ -115,6 +123,122 @@ def gathered(value: Any) -> list[Any]:
     return of_ranks
 
 
+def differing_copies(model: torch.nn.Module) -> int:
+    """Parameters whose copies on other ranks are not bitwise the same."""
+    tensor, replicas = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()
+    count = 0
+    for p in named(model).values():
+        groups = [replicas] + [tensor] * (not getattr(p, "tensor_model_parallel", False))
+        for group in groups:
+            others = [torch.empty_like(p) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(others, p.detach().contiguous(), group=group)
+            count += any(not torch.equal(p, other) for other in others)
+    return count
+
+
+def resumes(distributed: bool = False, bf16: bool = False, tp_mode: str = "blockwise") -> dict[str, Any]:
+    """A run that is saved by name and goes on in a new model and optimizer, compared with one that was not saved."""
+
+    def begin() -> tuple:
+        model = wrapped(config(bf16), distributed, bf16)
+        optimizer = optimizer_of(model, {**PARAMS, "tp_mode": tp_mode}, distributed, bf16, 0.0)
+        set_weights(model, optimizer)
+        return model, optimizer
+
+    model, optimizer = begin()
+    train(model, optimizer, 7)
+    states, options = copy.deepcopy(named_states(optimizer)), copy.deepcopy(optimizer.state_dict())
+    parameters = {name: p.detach().clone() for name, p in named(model).items()}
+    train(model, optimizer, 6, 7)
+
+    resumed, other = begin()
+    with torch.no_grad():
+        for name, p in named(resumed).items():
+            p.copy_(parameters[name])
+    other.reload_model_params()
+    other.load_state_dict(options)
+    asked: set[str] = set()
+    restore_named_states(other, lambda name: asked.add(name) or states.get(name))
+    train(resumed, other, 6, 7)
+    rotated = [state for name, state in states.items() if any("rotated_exp_avg" in key for key in state)]
+    return {
+        "differing": sum(not torch.equal(p, q) for p, q in zip(named(model).values(), named(resumed).values())),
+        "differing copies": differing_copies(resumed),
+        "names not asked": sorted(set(states) - asked),
+        "rotated here": len(rotated),
+        "steps": {int(state["step"]) for state in inner_states(other)} == {13},
+    }
+
+
+def inner_states(optimizer: Any) -> list[dict[str, Any]]:
+    """What Megatron sees of the states."""
+    return [state for each in optimizer.chained_optimizers for state in each.optimizer.state.values()]
+
+
+def skips_together(distributed: bool = False, tp_mode: str = "blockwise") -> dict[str, Any]:
+    """A gradient that is not finite on one rank alone: no rank updates anything, and training goes on."""
+    model = wrapped(config(), distributed, False)
+    optimizer = optimizer_of(model, {**PARAMS, "tp_mode": tp_mode}, distributed, False, 0.0)
+    set_weights(model, optimizer)
+    train(model, optimizer, 3)
+    before = {name: p.detach().clone() for name, p in named(model).items()}
+
+    model.zero_grad_buffer()
+    for p in named(model).values():
+        p.main_grad.fill_(torch.nan if dist.get_rank() == 1 else 1.0)
+    optimizer.step()
+    moved = [each for each, p in named(model).items() if not torch.equal(p, before[each])]
+    train(model, optimizer, 2, 3)
+    return {
+        "moved": moved,
+        "skipped": [rotation.skipped_updates for rotation in rotations(optimizer)],
+        "differing copies": differing_copies(model),
+        "finite": all(bool(p.isfinite().all()) for p in named(model).values()),
+    }
+
+
+def refusals() -> dict[str, str]:
+    """What is refused, by what was asked for, and the message."""
+    model = wrapped(config(), False, False)
+    settings = {"optimizer": "adam", "lr": 1e-2, "clip_grad": 0.0}
+    asked = {
+        "offload": ({"optimizer_cpu_offload": True}, {}),
+        "fp16": ({"fp16": True}, {}),
+        "sgd": ({"optimizer": "sgd"}, {}),
+        "l2": ({"decoupled_weight_decay": False}, {}),
+        "lr": ({}, {"lr": 1.0}),
+        "betas": ({}, {"betas": [0.8, 0.9]}),
+        "unknown": ({}, {"geometri": "bilateral"}),
+        "mode": ({}, {"tp_mode": "exactly"}),
+        "pattern": ({}, {"rotate": {"include": ["*.nothing"]}}),
+        "nothing": ({}, {"rotate": {"exclude": ["*"]}}),
+        "max_dim": ({}, {"max_dim": 0}),
+    }
+    found = {}
+    for name, (options, params) in asked.items():
+        found[name] = message_of(lambda o=options, p=params: build(OptimizerConfig(**settings | o), [model], p, get_megatron_optimizer))
+    config_of_precision = OptimizerConfig(**settings)
+    config_of_precision.use_precision_aware_optimizer = True
+    found["precision"] = message_of(lambda: build(config_of_precision, [model], {}, get_megatron_optimizer))
+    found["bare"] = message_of(lambda: build(OptimizerConfig(**settings), [model.module], {}, get_megatron_optimizer))
+    with mock.patch("megatron.core.__version__", "0.15.0"):
+        found["version"] = message_of(lambda: build(OptimizerConfig(**settings), [model], {}, get_megatron_optimizer))
+    with mock.patch.dict(optimizer_names.ATTRIBUTES, {"FP32Optimizer": (("no_such_name", "a test"),)}):
+        found["name"] = message_of(lambda: build(OptimizerConfig(**settings), [model], {}, get_megatron_optimizer))
+    found["same"] = message_of(
+        lambda: build(OptimizerConfig(**settings), [model], {"lr": 1e-2, "betas": [0.9, 0.999]}, get_megatron_optimizer)
+    )
+    return found
+
+
+def message_of(call: Any) -> str:
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 TP2, EP2 = {"tensor_model_parallel_size": 2}, {"expert_model_parallel_size": 2}
 ONE_GROUP = {"rows": [32, 8, 8], "groups": 1}
 
@@ -137,6 +261,16 @@ CASES = {
     "experts ep2": (EP2, lambda: equals_plain_loop(experts=EXPERTS, clip=1.0)),
     "experts distributed ep2": (EP2, lambda: equals_plain_loop(experts=EXPERTS, clip=1.0, distributed=True)),
     "experts distributed unclipped ep2": (EP2, lambda: equals_plain_loop(experts=EXPERTS, distributed=True)),
+    "refusals": ({}, refusals),
+    "resumes 1": ({}, lambda: resumes()),
+    "resumes dp2": ({}, lambda: resumes()),
+    "resumes bf16 dp2": ({}, lambda: resumes(bf16=True)),
+    "resumes distributed dp2": ({}, lambda: resumes(distributed=True)),
+    "resumes exact tp2": (TP2, lambda: resumes(tp_mode="exact")),
+    "resumes blockwise tp2": (TP2, lambda: resumes()),
+    "skips dp2": ({}, lambda: skips_together(distributed=True)),
+    "skips blockwise tp2": (TP2, lambda: skips_together()),
+    "skips exact tp2": (TP2, lambda: skips_together(tp_mode="exact")),
     "exact tp2 dp2": (TP2, lambda: equals_plain_loop()),
     "exact distributed tp2 dp2": (TP2, lambda: equals_plain_loop(distributed=True, bucket_size=3000, clip=1.0)),
     "blockwise tp2 dp2": (TP2, lambda: equals_plain_loop(tp_mode="blockwise", bf16=True)),

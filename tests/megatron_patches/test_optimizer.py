@@ -32,11 +32,35 @@ EQUAL_TO_A_PLAIN_LOOP = {
     ],
     4: ["exact tp2 dp2", "exact distributed tp2 dp2", "blockwise tp2 dp2", "experts exact tp2 ep2", "experts distributed ep2 dp4"],
 }
-OTHERS = {1: [], 2: [], 4: []}
+RESUMES = {
+    1: ["resumes 1"],
+    2: ["resumes dp2", "resumes bf16 dp2", "resumes distributed dp2", "resumes exact tp2", "resumes blockwise tp2"],
+    4: [],
+}
+SKIPS = {1: [], 2: ["skips dp2", "skips blockwise tp2", "skips exact tp2"], 4: []}
+OTHERS = {1: ["refusals"], 2: [], 4: []}
+
+REFUSED = {
+    "offload": "OptimizerConfig.optimizer_cpu_offload=True",
+    "precision": "OptimizerConfig.use_precision_aware_optimizer=True",
+    "fp16": "OptimizerConfig.fp16=True",
+    "sgd": "OptimizerConfig.optimizer='sgd'",
+    "l2": "OptimizerConfig.decoupled_weight_decay=False",
+    "lr": "optimizer.params.lr: 1.0, but Megatron's own option says 0.01",
+    "betas": "optimizer.params.betas: [0.8, 0.9], but Megatron's own option says (0.9, 0.999)",
+    "unknown": "unknown key 'geometri'; did you mean 'geometry'?",
+    "mode": "optimizer.params.tp_mode: must be one of blockwise, exact, got 'exactly'; did you mean 'exact'?",
+    "pattern": "optimizer.params.rotate.include: '*.nothing' matches no parameter",
+    "nothing": "nothing would be rotated",
+    "max_dim": "optimizer.params.max_dim: must be an integer >= 1",
+    "bare": "GPTModel: BasisRotation needs megatron.core.distributed.DistributedDataParallel",
+    "version": "megatron-core 0.15.0: this adapter of BasisRotation is made for 0.16.x",
+    "name": "megatron-core 0.16.1 has no FP32Optimizer.no_such_name (a test)",
+}
 
 
 def run(processes: int, folder: Path) -> list[dict]:
-    names = EQUAL_TO_A_PLAIN_LOOP[processes] + OTHERS[processes]
+    names = [name for table in (EQUAL_TO_A_PLAIN_LOOP, RESUMES, SKIPS, OTHERS) for name in table[processes]]
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={PORT + processes}"]
     paths = [str(HERE), str(HERE.parent), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
@@ -75,3 +99,31 @@ def test_equals_a_plain_loop(results, processes, name):
     for result in results(processes, name):
         assert result["deviation"] < 1e-6
         assert result["norm"] < 1e-6
+
+
+@pytest.mark.parametrize("processes, name", cases(RESUMES))
+def test_goes_on_from_states_by_name_bit_for_bit(results, processes, name):
+    found = results(processes, name)
+    for result in found:
+        assert result["differing"] == result["differing copies"] == 0
+        assert not result["names not asked"] and result["steps"]
+    if name.endswith(("dp2", "exact tp2")):  # each matrix has its states on one rank, and both have some
+        assert sum(result["rotated here"] for result in found) == 8 and all(result["rotated here"] for result in found)
+
+
+@pytest.mark.parametrize("processes, name", cases(SKIPS))
+def test_a_bad_gradient_of_one_rank_stops_all_of_them_once(results, processes, name):
+    for result in results(processes, name):
+        assert not result["moved"] and result["finite"]
+        assert result["differing copies"] == 0 and all(result["skipped"])
+
+
+@pytest.mark.parametrize("asked", REFUSED)
+def test_what_cannot_work_is_refused_in_one_line(results, asked):
+    (messages,) = results(1, "refusals")
+    assert REFUSED[asked] in messages[asked] and "\n" not in messages[asked]
+
+
+def test_values_that_are_megatrons_own_may_be_given(results):
+    (messages,) = results(1, "refusals")
+    assert messages["same"] == ""
