@@ -12,11 +12,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 from torch import Tensor
 
-from ds_basisrot.common.blocks import PipelineOptions
-from ds_basisrot.pipeline import chrome_trace
+from ds_basisrot.common.blocks import ConfigError, PipelineOptions
+from ds_basisrot.pipeline.actions import open_trace, run
 from ds_basisrot.pipeline.channels import Lanes
 from ds_basisrot.pipeline.lagged_norms import LaggedNorms
-from ds_basisrot.pipeline.schedule import Action, AsyncSchedule, Kind, staleness
+from ds_basisrot.pipeline.schedule import AsyncSchedule, Kind, staleness
 from ds_basisrot.pipeline.stop_requests import StopRequests
 from ds_basisrot.pipeline.transport import Transport
 from ds_basisrot.pipeline.weight_versions import WeightVersions
@@ -63,7 +63,12 @@ class AsyncPipeline:
         if are_tied(model):
             self.tied = TiedEmbeddings(model, pipelines, self._group, norms)
             self.tied.attach(optimizer)
-        self.trace: chrome_trace.Writer | None = None
+        self._trace = None
+        if options.trace is not None:
+            try:
+                self._trace = open_trace(options.trace, self.stage, parallel_state.get_data_parallel_rank())
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
         self._filled, self._accumulation = False, 0
         self._feed = Feed(None)
         self._holes: set[int] = set()
@@ -117,7 +122,8 @@ class AsyncPipeline:
         config = get_model_config(self.model)
         self._call = _Call(forward_step_func, microbatches, self.trained, config)
         _start_timer(config, "forward-backward")
-        self._run(AsyncSchedule(self.stages, microbatches).call(self.stage, self.trained, self._filled))
+        actions = AsyncSchedule(self.stages, microbatches).call(self.stage, self.trained, self._filled)
+        run(actions, self._handlers, self._trace, lambda: self.updates)
         self._transport.finish_gradients()
         self.trained += microbatches
         self._filled = True
@@ -173,10 +179,6 @@ class AsyncPipeline:
         if self._filled:
             raise RuntimeError("forget_data(): microbatches are in flight; call drain() on all ranks before")
         self._feed = Feed(None)
-
-    def _run(self, actions: list[Action]) -> None:
-        for action in actions:
-            self._handlers[action.kind](action.microbatch)
 
     # -- messages ----------------------------------------------------------------------------------------------------------------------
 

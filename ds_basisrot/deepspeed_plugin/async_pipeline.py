@@ -14,7 +14,8 @@ from .. import __version__
 from ..common.agreement import agree
 from ..common.blocks import ConfigError, PipelineOptions, describe_async
 from ..common.log import log
-from ..pipeline import chrome_trace, weight_prediction
+from ..pipeline import weight_prediction
+from ..pipeline.actions import open_trace
 from ..pipeline.channels import GONE, Lanes, first_words
 from ..pipeline.lagged_norms import LaggedNorms
 from ..pipeline.schedule import AsyncSchedule, staleness
@@ -82,11 +83,10 @@ class AsyncPipeline:
         self._compensation = DelayCompensation(engine, options.delay_compensation, lambda p: self.versions.newest(p))
         self._compensate_delays()
         if options.trace is not None:
-            path = chrome_trace.rank_file(options.trace, engine.stage_id, engine.grid.get_data_parallel_id())
             try:
-                self.stage.trace = chrome_trace.Writer(path, engine.stage_id, engine.grid.get_data_parallel_id())
-            except OSError as error:
-                raise ConfigError(f"pipeline.trace: cannot write {path} ({error.strerror}); name another folder") from None
+                self.stage.trace = open_trace(options.trace, engine.stage_id, engine.grid.get_data_parallel_id())
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
         self._attach()
         self._log_start()
         shared_refreshes.share(engine, self._refresh_costs)

@@ -1,6 +1,5 @@
 """Runs the actions of the no-flush schedule on one stage: a small loop over DeepSpeed's own forward, backward and step."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +8,9 @@ from torch import Tensor
 
 from ..common.blocks import PipelineOptions
 from ..pipeline import chrome_trace
+from ..pipeline.actions import run
 from ..pipeline.lagged_norms import LaggedNorms
-from ..pipeline.schedule import Action, AsyncSchedule, Kind
+from ..pipeline.schedule import AsyncSchedule, Kind
 from ..pipeline.stop_requests import StopRequests
 from ..pipeline.transport import Transport
 from ..pipeline.weight_versions import WeightVersions
@@ -21,15 +21,6 @@ from .tied_weights import TiedWeights
 LOSS = 0
 """Of the float32 fields of a gradient message; the norms of all stages follow. Those of an activation are the norms alone."""
 
-
-TRACED = {
-    Kind.FORWARD: chrome_trace.FORWARD,
-    Kind.BACKWARD: chrome_trace.BACKWARD,
-    Kind.UPDATE: chrome_trace.UPDATE,
-    Kind.RECV_ACTIVATION: chrome_trace.WAIT,
-    Kind.RECV_GRAD: chrome_trace.WAIT,
-}
-"""Actions that a trace shows, and the names of their events."""
 
 OTHER_DATA = (
     "train_batch(): the {} stage was given another iterator than before, or its data has ended, and the {} stage's has not; give both the "
@@ -106,20 +97,14 @@ class Stage:
         self._first, self._feeds, self._read_up_to, self._needed = first, feeds, read_up_to, accumulation
         self._losses.clear()
         try:
-            self._run(AsyncSchedule(self._stages, accumulation).call(self._index, first, filled))
+            actions = AsyncSchedule(self._stages, accumulation).call(self._index, first, filled)
+            run(actions, self._handlers, self.trace, lambda: self.engine.global_steps)
         except _Abandoned:
             self._transport.drop_activations()
             self._forget()
             return True
         self._transport.finish_gradients()
         return False
-
-    def _run(self, actions: list[Action]) -> None:
-        for action in actions:
-            start_ns = time.time_ns()
-            self._handlers[action.kind](action.microbatch)
-            if self.trace is not None and action.kind in TRACED:
-                self.trace.span(TRACED[action.kind], action.microbatch, start_ns, time.time_ns(), updates=self.engine.global_steps)
 
     def mean_loss(self) -> Tensor:
         """Mean loss of the microbatches of the last call."""
