@@ -1,5 +1,6 @@
 """BasisRotation in the place of Adam in the optimizers that Megatron builds (megatron-core 0.16)."""
 
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import Tensor, nn
 
-from ds_basisrot.common.agreement import agree
+from ds_basisrot.common.agreement import agree, flat
 from ds_basisrot.common.blocks import ConfigError, check_optimizer_params, optimizer_params
 from ds_basisrot.common.log import log
 from ds_basisrot.optim.basis_rotation import BasisRotation
@@ -83,7 +84,7 @@ def build(
     given = inspect.signature(native).bind(config, model_chunks, *args, **kwargs).arguments
     groups = _Groups(model_chunks[0], given.get("pg_collection"), exact)
     found = matrices_of(model_chunks, groups.places, exact, patterns)
-    _agree(found, patterns)
+    _agree(found, params, patterns)
     for optimizer in optimizers:
         if not optimizer.is_stub_optimizer:
             _replace_inner(optimizer, found, model_chunks, groups, options)
@@ -184,10 +185,10 @@ def _place(group: Any) -> Place:
     return Place(dist.get_rank(group), dist.get_world_size(group))
 
 
-def _agree(found: Sequence[Matrices], patterns: Mapping[str, Any] | None) -> None:
-    """Refuse, on all ranks, a job in which nothing is rotated, or a pattern that matches nothing; else say what is rotated here."""
+def _agree(found: Sequence[Matrices], params: Mapping[str, Any], patterns: Mapping[str, Any] | None) -> None:
+    """Refuse on all ranks what differs between them, rotates nothing, or has a pattern that matches nothing; say what is rotated here."""
     matches = pattern_matches(patterns, [each.name for each in found])
-    total = agree({}, {"rotated": sum(each.entry is not False for each in found), **matches})
+    total = agree(flat("optimizer.params", dict(params)), {"rotated": sum(each.entry is not False for each in found), **matches})
     unmatched = next((pattern for pattern in matches if total[pattern] == 0), None)
     if unmatched is not None:
         raise ConfigError(f"optimizer.params.{unmatched} matches no parameter of the model")
@@ -307,7 +308,7 @@ def roles_of(blueprint: BasisRotation) -> dict[str, Role]:
 
 def _check_equal(lots: Sequence[Lot], group: Any) -> None:
     """Refuse ranks that would exchange different things."""
-    here = repr([(lot.index, lot.parameters()) for lot in lots])
+    here = hashlib.sha256(repr([(lot.index, lot.parameters()) for lot in lots]).encode()).hexdigest()
     of_ranks = [""] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, here, group=group)
     if len(set(of_ranks)) > 1:

@@ -13,8 +13,8 @@ from ds_basisrot.sharding.optimizer import ShardedBasisRotation
 
 from .placement import Lot
 
-# Elements of each rank that are gathered in one message: so many that latency does not matter, so few that buffers stay small.
-GATHERED_NUMEL = 2**24
+# Elements of all ranks that are gathered in one message, about: so many that latency does not matter, so few that buffers stay small.
+GATHERED_NUMEL = 2**26
 
 OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
@@ -85,8 +85,9 @@ class Share:
     def gather(self, replicas: Any) -> None:
         """Take over what the other data-parallel ranks have updated. Every rank of the group `replicas` calls it."""
         size, longest = dist.get_world_size(replicas), max(self.lot.numels)
-        for first in range(0, longest, GATHERED_NUMEL):
-            numel = min(GATHERED_NUMEL, longest - first)
+        most = -(-GATHERED_NUMEL // size)
+        for first in range(0, longest, most):
+            numel = min(most, longest - first)
             sent = self.buffer.data[: self.lot.numels[self._replica]][first : first + numel]
             sent = torch.nn.functional.pad(sent, (0, numel - sent.numel()))
             received = sent.new_empty(size * numel)
@@ -134,9 +135,18 @@ class InnerBasisRotation(torch.optim.Optimizer):
         # Megatron puts slices that are no leaves into an optimizer's groups after it is built, and so do we.
         super().__init__([torch.zeros(0)], dict(rotation.defaults))
         self.param_groups = groups
-        for group in groups:
+        self._keep_steps()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up options and the number of steps; other states that it may have are Adam's, and are left out."""
+        super().load_state_dict(state_dict)
+        self._keep_steps()
+
+    def _keep_steps(self) -> None:
+        """The number of steps is all that Megatron sees of the states."""
+        for group in self.param_groups:
             for p in group["params"]:
-                self.state[p] = {STEP: torch.zeros(())}
+                self.state[p] = {STEP: self.state[p].get(STEP, torch.zeros(()))}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:

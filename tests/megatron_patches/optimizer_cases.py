@@ -8,8 +8,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.process_groups_config import ProcessGroupCollection
 from optimizer_model import (
+    LR,
     PARAMS,
     config,
     entry_of,
@@ -55,13 +57,6 @@ def all_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     return {global_name(name): whole_shape(p) for name, p in named(model).items()}
 
 
-def trained(distributed: bool, bf16: bool, clip: float, bucket_size: int | None, settings: dict[str, Any], params: dict[str, Any]) -> tuple:
-    model = wrapped(config(bf16, **settings), distributed, bf16, bucket_size)
-    optimizer = optimizer_of(model, {**PARAMS, **params}, distributed, bf16, clip)
-    set_weights(model, optimizer, global_name)
-    return model, optimizer, train(model, optimizer, rename=global_name)
-
-
 def equals_plain_loop(
     distributed: bool = False,
     bf16: bool = False,
@@ -70,12 +65,15 @@ def equals_plain_loop(
     qkv: Any = None,
     scale: Any = None,
     tp_mode: str = "exact",
-    params: dict[str, Any] | None = None,
+    outer_lr: float = LR,
+    native: Any = dict,
     **settings: Any,
 ) -> dict[str, Any]:
     """Trains and compares with a plain loop over the same matrices: whole ones, or with "blockwise" this rank's parts of them."""
-    params = params or {}
-    model, _, norms = trained(distributed, bf16, clip, bucket_size, settings, {**params, "tp_mode": tp_mode})
+    model = wrapped(config(bf16, **settings), distributed, bf16, bucket_size)
+    optimizer = optimizer_of(model, {**PARAMS, "tp_mode": tp_mode}, distributed, bf16, clip, native())
+    set_weights(model, optimizer, global_name)
+    norms = train(model, optimizer, rename=global_name)
     parameters = {global_name(name): p for name, p in named(model).items()}
     shapes = {name: whole_shape(p) for name, p in parameters.items()}
     everything = sorted({each for of_rank in gathered(list(shapes.items())) for each in of_rank})
@@ -105,8 +103,8 @@ def equals_plain_loop(
             initial_weight if whole else part(initial_weight),
             bf16,
             clip,
-            {**PARAMS, **params},
             norms=norms,
+            outer_lr=outer_lr,
         )
     if whole:
         expected = {name: sliced(name, each, parameters[name]) for name, each in expected.items()}
@@ -239,6 +237,16 @@ def message_of(call: Any) -> str:
     return ""
 
 
+def two_rates() -> dict[str, Any]:
+    """Arguments of `get_megatron_optimizer` for a learning rate of their own for embedding and output layer."""
+    return {"config_overrides": get_standard_config_overrides(OptimizerConfig(lr=LR, decoupled_lr=LR / 4))}
+
+
+def collection() -> dict[str, Any]:
+    """Arguments of `get_megatron_optimizer` that give it its process groups."""
+    return {"pg_collection": ProcessGroupCollection.use_mpu_process_groups(), "use_gloo_process_groups": False}
+
+
 TP2, EP2 = {"tensor_model_parallel_size": 2}, {"expert_model_parallel_size": 2}
 ONE_GROUP = {"rows": [32, 8, 8], "groups": 1}
 
@@ -247,6 +255,8 @@ CASES = {
     "clipped 1": ({}, lambda: equals_plain_loop(clip=1.0)),
     "bf16 1": ({}, lambda: equals_plain_loop(bf16=True)),
     "distributed 1": ({}, lambda: equals_plain_loop(distributed=True)),
+    "two rates 1": ({}, lambda: equals_plain_loop(outer_lr=LR / 4, native=two_rates)),
+    "collection dp2": ({}, lambda: equals_plain_loop(distributed=True, native=collection)),
     "experts 1": ({}, lambda: equals_plain_loop(experts=EXPERTS, clip=1.0)),
     "plain dp2": ({}, lambda: equals_plain_loop()),
     "distributed dp2": ({}, lambda: equals_plain_loop(distributed=True)),

@@ -31,7 +31,7 @@ def config(bf16: bool = False, experts: int | None = None, query_groups: int = G
     dtype = torch.bfloat16 if bf16 else torch.float32
     moe = {"num_moe_experts": experts, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"} if experts else {}
     return TransformerConfig(
-        num_layers=2,
+        num_layers=1,
         hidden_size=HIDDEN,
         ffn_hidden_size=FFN,
         num_attention_heads=HEADS,
@@ -70,7 +70,19 @@ def wrapped(settings: TransformerConfig, distributed: bool, bf16: bool, bucket_s
     return DistributedDataParallel(settings, ddp, model)
 
 
-def optimizer_of(model: nn.Module, params: Mapping[str, Any], distributed: bool, bf16: bool, clip: float, **others: Any) -> Any:
+def rate(update: int) -> float:
+    """The learning rate, relative to its largest value."""
+    return 1.0 - update / (2 * UPDATES)
+
+
+def optimizer_of(
+    model: nn.Module, params: Mapping[str, Any], distributed: bool, bf16: bool, clip: float, native: Mapping[str, Any] | None = None
+) -> Any:
+    """Megatron's optimizer with BasisRotation.
+
+    Args:
+        native: arguments of `get_megatron_optimizer`.
+    """
     settings = OptimizerConfig(
         optimizer="adam",
         lr=LR,
@@ -79,9 +91,8 @@ def optimizer_of(model: nn.Module, params: Mapping[str, Any], distributed: bool,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=distributed,
-        **others,
     )
-    built = build(settings, [model], params, get_megatron_optimizer)
+    built = build(settings, [model], params, get_megatron_optimizer, **native or {})
     for group in built.param_groups:  # as Megatron's scheduler does
         group["weight_decay"] = DECAY * group["wd_mult"]
     return built
@@ -146,6 +157,8 @@ def train(model: nn.Module, optimizer: Any, updates: int = UPDATES, first: int =
         optimizer.zero_grad()
         for name, p in named(model).items():
             p.main_grad.copy_(sliced(name, made_up(rename(name), whole_shape(p), update), p))
+        for group in optimizer.param_groups:
+            group["lr"] = group["max_lr"] * rate(update)
         norms.append(optimizer.step()[1])
     return norms
 
@@ -169,25 +182,38 @@ def in_plain_loop(
     params: Mapping[str, Any] = PARAMS,
     updates: int = UPDATES,
     norms: Sequence[float] = (),
+    outer_lr: float = LR,
 ) -> dict[str, Tensor]:
     """The same updates with BasisRotation in one process.
 
     Args:
         norms: of the gradients, by which they are clipped.
+        outer_lr: of embedding and output layer.
     """
     parameters = {
         name: nn.Parameter(start(name, shape).to(torch.bfloat16 if bf16 else torch.float32).float()) for name, shape in shapes.items()
     }
-    groups = []
-    for vectors in (False, True):
-        members = [(name, p) for name, p in parameters.items() if (p.ndim == 1) == vectors]
-        if members:
-            rotate = [entry(name) if p.ndim == 2 else False for name, p in members]
-            groups.append({"params": members, "rotate": rotate, "weight_decay": DECAY * (not vectors)})
+    kinds: dict[tuple[float, float], list[str]] = {(LR, DECAY): [], (LR, 0.0): []}
+    for name, shape in shapes.items():
+        outer = "embedding" in name or "output_layer" in name
+        kinds.setdefault((outer_lr if outer else LR, DECAY * (len(shape) > 1)), []).append(name)
+    groups = [
+        {
+            "params": [(n, parameters[n]) for n in names],
+            "rotate": [entry(n) if len(shapes[n]) > 1 else False for n in names],
+            "lr": lr,
+            "weight_decay": decay,
+        }
+        for (lr, decay), names in kinds.items()
+        if names
+    ]
     optimizer = BasisRotation(groups, lr=LR, eps=1e-8, **params)
     optimizer.layout_independent, optimizer.gradient_dtype = True, torch.bfloat16 if bf16 else None
+    rates = [group["lr"] for group in optimizer.param_groups]
     for update in range(updates):
         gradients = {name: gradient(name, tuple(p.shape), update) for name, p in parameters.items()}
+        for group, lr in zip(optimizer.param_groups, rates):
+            group["lr"] = lr * rate(update)
         scale = min(1.0, clip / (norms[update] + 1e-6)) if clip else 1.0
         for name, p in parameters.items():
             p.grad = gradients[name] * scale
