@@ -65,6 +65,8 @@ def _read(path: Path) -> Mapping[str, Any]:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"is not text: byte {error.start}, {error.reason}") from None
     try:
         config = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except json.JSONDecodeError as error:

@@ -25,6 +25,8 @@ def start(config: str | Path | Mapping[str, Any]) -> "Job":
     settings = config_file.load(config)
     if _job is not None and _job.pipeline is not None and _job.pipeline.in_flight:
         raise ConfigError(f"{settings.path}: another one was applied before, and trains; call megatron_patches.drain() first")
+    if _job is not None:
+        _job.unpatch()
     _job = Job(settings)
     _job.patch()
     return _job
@@ -58,6 +60,7 @@ class Job:
         """Training steps until the job ends, this one included, where that is known."""
         self._said = False
         self._table: list[tuple[str, str]] = []
+        self._unpatch: list[Callable[[], None]] = []
 
     # -- patches -----------------------------------------------------------------------------------------------------------------------
 
@@ -73,13 +76,20 @@ class Job:
         if self.settings.pipeline.asynchronous:
             self.replace(schedules, "get_forward_backward_func", self._wrap_schedule, "no flush")
 
+    def unpatch(self) -> None:
+        """Put back what was replaced: another configuration may replace less."""
+        for restore in self._unpatch:
+            restore()
+
     def replace(self, module: Any, name: str, make: Callable, what: str) -> None:
         """Replace a function wherever it is bound, and note it for the table."""
+        self._unpatch.append(functools.partial(patching.restore, module, name))
         for place in patching.replace(module, name, make):
             self._table.append((f"{place}.{name}", what))
 
     def replace_method(self, owner: type, name: str, make: Callable, what: str) -> None:
         """Replace a method of a class, and note it for the table."""
+        self._unpatch.append(functools.partial(patching.restore_method, owner, name))
         patching.replace_method(owner, name, make)
         self._table.append((f"{owner.__module__}.{owner.__name__}.{name}", what))
 

@@ -57,7 +57,11 @@ def check_names(table: tuple[tuple[str, tuple[str, ...]], ...]) -> None:
         ConfigError: with the version and the missing names.
     """
     for module, wanted in table:
-        missing = [name for name in wanted if not hasattr(importlib.import_module(module), name)]
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError:
+            found = None
+        missing = [name for name in wanted if not hasattr(found, name)]
         if missing:
             raise ConfigError(
                 f"megatron-core {version()} has no {module}.{', '.join(missing)}: megatron_patches is made for another version"
