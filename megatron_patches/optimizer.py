@@ -3,13 +3,10 @@
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -17,7 +14,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16Optimizer
 from torch import Tensor, nn
 
 from ds_basisrot.common.agreement import agree, flat
-from ds_basisrot.common.blocks import ConfigError, check_optimizer_params, optimizer_params
+from ds_basisrot.common.blocks import DIAGNOSTICS_PERIOD, ConfigError, check_optimizer_params, optimizer_params
 from ds_basisrot.common.log import log
 from ds_basisrot.optim.basis_rotation import BasisRotation
 from ds_basisrot.optim.options import closest
@@ -25,10 +22,11 @@ from ds_basisrot.optim.roles import Role, assign_roles
 from ds_basisrot.optim.routing import describe, pattern_matches
 from ds_basisrot.sharding.optimizer import ShardedBasisRotation
 
-from .matrices import Matrices, Place, Places, matrices_of
+from .matrices import Matrices, matrices_of
 from .optimizer_names import check_attributes, check_version
 from .placement import Lot, cuts_by_cost, cuts_of_buckets
 from .sharded import InnerBasisRotation, Share
+from .sharers import Groups, place_in
 
 TP_MODES = ("blockwise", "exact")
 
@@ -82,7 +80,7 @@ def build(
     built = native(config, model_chunks, *args, **kwargs)
     optimizers = megatron_optimizers(built)
     given = inspect.signature(native).bind(config, model_chunks, *args, **kwargs).arguments
-    groups = _Groups(model_chunks[0], given.get("pg_collection"), exact)
+    groups = Groups(model_chunks[0], given.get("pg_collection"), exact)
     found = matrices_of(model_chunks, groups.places, exact, patterns)
     _agree(found, params, patterns)
     for optimizer in optimizers:
@@ -111,6 +109,8 @@ def _options(config: OptimizerConfig, params: Mapping[str, Any]) -> tuple[dict[s
     if mode not in TP_MODES:
         raise ConfigError(f"optimizer.params.tp_mode: must be one of {', '.join(TP_MODES)}, got {mode!r}; {closest(mode, list(TP_MODES))}")
     check_optimizer_params(options)
+    if DIAGNOSTICS_PERIOD in options:
+        raise ConfigError(f"optimizer.params.{DIAGNOSTICS_PERIOD}: not possible with Megatron; remove it")
     for name, of in MEGATRONS_OWN.items():
         given = options.pop(name, None)
         if given is not None and (tuple(given) if isinstance(given, list) else given) != of(config):
@@ -128,61 +128,6 @@ def _check_chunks(model_chunks: Sequence[nn.Module]) -> None:
             )
         if chunk.ddp_config.num_distributed_optimizer_instances > 1:
             raise ConfigError("num_distributed_optimizer_instances: BasisRotation needs 1")
-
-
-@dataclass(frozen=True)
-class _Sharers:
-    """The process groups that share the parameters of one of Megatron's optimizers.
-
-    Attributes:
-        tensor: tensor-parallel ranks.
-        replicas: data-parallel ranks.
-        joined: the data-parallel ranks of all tensor-parallel ones; None where no matrix is whole over them.
-        table: `table[tensor-parallel rank][data-parallel rank]` is a rank in `joined`.
-    """
-
-    tensor: Any
-    replicas: Any
-    joined: Any = None
-    table: tuple[tuple[int, ...], ...] = ()
-
-    def of(self, shards: int) -> tuple[Any, tuple[tuple[int, ...], ...]]:
-        """The group that shares what has so many shards, and its ranks by shard and replica."""
-        if shards == 1:
-            return self.replicas, (tuple(range(dist.get_world_size(self.replicas))),)
-        return self.joined, self.table
-
-
-class _Groups:
-    """Megatron's process groups, of a collection or the global ones, and those that are made of them. Every rank builds it."""
-
-    def __init__(self, chunk: DistributedDataParallel, collection: Any, exact: bool):
-        check_attributes(chunk, "DistributedDataParallel")
-        state = parallel_state
-        tensor = collection.tp if collection else state.get_tensor_model_parallel_group()
-        expert_tensor = getattr(collection, "expt_tp", tensor) if collection else state.get_expert_tensor_parallel_group()
-        expert = getattr(collection, "ep", None) if collection else state.get_expert_model_parallel_group()
-        self.places = Places(_place(tensor), _place(expert_tensor), _place(expert) if expert else Place(0, 1))
-        join = _joined if exact else lambda *groups: (None, ())
-        self.dense = _Sharers(tensor, chunk.intra_dp_cp_group, *join(tensor, chunk.intra_dp_cp_group))
-        self.experts = _Sharers(expert_tensor, chunk.intra_expt_dp_group, *join(expert_tensor, chunk.intra_expt_dp_group))
-
-
-def _joined(tensor: Any, replicas: Any) -> tuple[Any, tuple[tuple[int, ...], ...]]:
-    """`joined` and `table` of `_Sharers`. Every rank of the world calls it."""
-    of_shards: list[list[int]] = [[] for _ in range(dist.get_world_size(tensor))]
-    dist.all_gather_object(of_shards, dist.get_process_group_ranks(replicas), group=tensor)
-    if len(of_shards) == 1:
-        return None, ()
-    members = tuple(sorted(chain.from_iterable(of_shards)))
-    of_world: list[tuple[int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(of_world, members)
-    made = {ranks: dist.new_group(list(ranks)) for ranks in sorted(set(of_world))}
-    return made[members], tuple(tuple(members.index(rank) for rank in ranks) for ranks in of_shards)
-
-
-def _place(group: Any) -> Place:
-    return Place(dist.get_rank(group), dist.get_world_size(group))
 
 
 def _agree(found: Sequence[Matrices], params: Mapping[str, Any], patterns: Mapping[str, Any] | None) -> None:
@@ -217,7 +162,7 @@ def _replace_inner(
     optimizer: MegatronOptimizer,
     found: Sequence[Matrices],
     model_chunks: Sequence[nn.Module],
-    groups: _Groups,
+    groups: Groups,
     options: Mapping[str, Any],
 ) -> None:
     """Put BasisRotation into one of Megatron's optimizers."""
@@ -234,7 +179,7 @@ def _replace_inner(
     blueprint, used = _blueprint(own, index_of, inner_groups, options)
 
     shares: list[Share] = []
-    place = _place(sharers.replicas)
+    place = place_in(sharers.replicas)
     names = {each.name: updated[each.parameter] for each in own if each.parameter in updated}
     for shards in sorted({each.shards for each in own}):
         group, ranks = sharers.of(shards)
@@ -249,7 +194,7 @@ def _replace_inner(
         if is_sliced:
             cuts = cuts_of_buckets(shared, list(dict.fromkeys(buffers.values())))
         else:
-            cuts = cuts_by_cost(lots, roles_of(blueprint), options.get("state_dtype", "float32"))
+            cuts = cuts_by_cost(lots, _roles_of(blueprint), options.get("state_dtype", "float32"))
         for lot in lots:
             lot.fill(cuts)
             shares.append(Share(lot, place.rank, group, names, not is_sliced))
@@ -264,6 +209,12 @@ def _replace_inner(
     optimizer.optimizer = InnerBasisRotation(inner_groups, rotation, shares, used, replicas, tensor)
     optimizer.init_state_fn = _no_states
     log(f"{type(optimizer).__name__}: {rotation.describe()}")
+    for ownership in rotation.ownership.values():
+        log(
+            f"{len(ownership.owners)} weights owned by {len(ownership.state_bytes)} ranks, at most "
+            f"{max(ownership.state_bytes) / 1e6:.3g} MB of states each ({ownership.imbalance:.3g} of the mean); "
+            f"in an update {sum(ownership.sent)} elements go to owners and back"
+        )
 
 
 def _buffers(sliced: DistributedOptimizer | None, model_chunks: Sequence[nn.Module]) -> Iterator[Any]:
@@ -300,7 +251,7 @@ def _blueprint(
     return BasisRotation(described, **options), used
 
 
-def roles_of(blueprint: BasisRotation) -> dict[str, Role]:
+def _roles_of(blueprint: BasisRotation) -> dict[str, Role]:
     """The role of each parameter, by name."""
     roles = assign_roles(blueprint.param_groups, None)
     return {name: roles[p] for group in blueprint.param_groups for name, p in zip(group["param_names"], group["params"])}

@@ -211,6 +211,7 @@ def refusals() -> dict[str, str]:
         "pattern": ({}, {"rotate": {"include": ["*.nothing"]}}),
         "nothing": ({}, {"rotate": {"exclude": ["*"]}}),
         "max_dim": ({}, {"max_dim": 0}),
+        "diagnostics": ({}, {"diagnostics_period": 5}),
     }
     found = {}
     for name, (options, params) in asked.items():

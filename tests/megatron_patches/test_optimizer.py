@@ -54,6 +54,7 @@ REFUSED = {
     "pattern": "optimizer.params.rotate.include: '*.nothing' matches no parameter",
     "nothing": "nothing would be rotated",
     "max_dim": "optimizer.params.max_dim: must be an integer >= 1",
+    "diagnostics": "optimizer.params.diagnostics_period: not possible with Megatron",
     "bare": "GPTModel: BasisRotation needs megatron.core.distributed.DistributedDataParallel",
     "version": "megatron-core 0.15.0: this adapter of BasisRotation is made for 0.16.x",
     "name": "megatron-core 0.16.1 has no FP32Optimizer.no_such_name (a test)",
