@@ -13,8 +13,9 @@ from ds_basisrot.common.log import log
 from ds_basisrot.pipeline.lagged_norms import LaggedNorms
 from ds_basisrot.pipeline.schedule import staleness
 
-from . import checkpoint, names, patching, training
+from . import checkpoint, names, patching, rotation_states, training
 from . import config as config_file
+from .checkpoint import STAGE
 
 _job: "Job | None" = None
 
@@ -56,6 +57,9 @@ class Job:
         self._norms: LaggedNorms | None = None
         self._optimizer: Any = None
         self._restored: Any = None
+        self._rotations: list[Any] = []
+        self._present: Mapping[str, Any] = {}
+        self._loaded: Mapping[str, Any] | None = None
         self.calls_left: int | None = None
         """Training steps until the job ends, this one included, where that is known."""
         self._said = False
@@ -108,11 +112,14 @@ class Job:
                 refusals.check_arguments(training.arguments())
                 refusals.check_schedule(config, model_chunks)
             if self.rotates:
-                from .optimizer import build
+                from .optimizer import build, rotations
 
                 optimizer = build(config, model_chunks, self.settings.optimizer, native, *args, **kwargs)
+                self._rotations = rotations(optimizer)
+                self._after_loading(optimizer)
             else:
                 optimizer = native(config, model_chunks, *args, **kwargs)
+                self._rotations = []
             self.pipeline, self._norms, self._optimizer, self._restored = None, None, optimizer, None
             if asynchronous:
                 self._norms = LaggedNorms(
@@ -128,6 +135,15 @@ class Job:
         from . import refusals, statistics
 
         return get_megatron_optimizer
+
+    def _after_loading(self, optimizer: Any) -> None:
+        native = optimizer.load_state_dict
+
+        def load_state_dict(*args: Any, **kwargs: Any) -> None:
+            native(*args, **kwargs)
+            self._restore_rotations()
+
+        optimizer.load_state_dict = load_state_dict
 
     def _wrap_schedule(self, native: Callable) -> Callable:
         @functools.wraps(native)
@@ -159,8 +175,10 @@ class Job:
         **others: Any,
     ) -> list[Any]:
         """Megatron's arguments of a schedule. Shapes travel with the messages, so those that tell them are not needed."""
+        from . import refusals
         from .schedule import AsyncPipeline
 
+        refusals.check_call(others)
         model = model[0] if isinstance(model, list) else model
         if self.pipeline is None:
             if self._norms is None:
@@ -197,21 +215,31 @@ class Job:
         """What goes into a checkpoint, of this rank."""
         if self.pipeline is not None:
             self._restored = self.pipeline.state()
-        return {} if self._restored is None else {"stage": checkpoint.stage_object(self._restored)}
+        state = {} if self._restored is None else {STAGE: checkpoint.stage_object(self._restored)}
+        return {**state, **rotation_states.sharded(self._rotations)}
 
     def wanted_state(self, present: Mapping[str, Any]) -> dict[str, Any]:
         """What is asked of a checkpoint, by what is there."""
-        if self._norms is None:
-            return {}
-        wanted = checkpoint.wanted_stage(present)
-        return {} if wanted is None else {"stage": wanted}
+        self._present = dict.fromkeys(present)
+        stage = checkpoint.wanted_stage(present) if self._norms is not None else None
+        return {**({} if stage is None else {STAGE: stage}), **rotation_states.wanted(self._rotations, present)}
 
     def take_state(self, state: Mapping[str, Any]) -> None:
-        """Take in what was asked for."""
-        self._restored = state.get("stage")
+        """Take in what was asked for; rotations when Megatron has given the optimizer what it has loaded."""
+        self._restored, self._loaded = state.get(STAGE), state
         if self.pipeline is not None:
             self.pipeline.drain()
             self.pipeline.restore(self._restored)
+
+    def _restore_rotations(self) -> None:
+        """After Megatron's optimizer has loaded."""
+        if not self._rotations or self._loaded is None:
+            return
+        loaded, self._loaded = self._loaded, None
+        if rotation_states.is_there(self._present):
+            rotation_states.restore(self._rotations, loaded, self._present)
+        else:
+            log("the checkpoint has no states of BasisRotation (another optimizer saved it): momenta and bases start anew")
 
     # -- what is said ------------------------------------------------------------------------------------------------------------------
 

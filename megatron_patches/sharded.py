@@ -143,10 +143,11 @@ class InnerBasisRotation(torch.optim.Optimizer):
         self._keep_steps()
 
     def _keep_steps(self) -> None:
-        """The number of steps is all that Megatron sees of the states."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p] = {STEP: self.state[p].get(STEP, torch.zeros(()))}
+        """The number of steps is all that Megatron sees of the states; what it has loaded, of another stage, may lack some parameters."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        steps = max((self.state[p][STEP] for p in parameters if STEP in self.state[p]), default=torch.zeros(()))
+        for p in parameters:
+            self.state[p] = {STEP: torch.as_tensor(steps).clone()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
