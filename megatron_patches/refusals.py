@@ -1,5 +1,6 @@
 """What the asynchronous schedule cannot train, refused before the first step with the reason and the way out."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from megatron.core.utils import get_model_config
 
 from ds_basisrot.common.blocks import ConfigError
 
-from .tied_embeddings import are_tied
+from .tied_embeddings import are_tied, shared_weight
 
 # Options of TransformerConfig that must be off: (name, command-line flag, why).
 MODEL_OPTIONS = (
@@ -46,6 +47,13 @@ SCRIPT_OPTIONS = (
 )
 
 
+# Arguments of a schedule's call that must be left out: (name, why).
+CALL_OPTIONS = (
+    ("collect_non_loss_data", "it is for evaluation"),
+    ("adjust_tensor_shapes_fn", "shapes travel with the tensors, and a teacher's forwards would be delayed with the student's"),
+)
+
+
 def check_schedule(config: Any, model_chunks: list[torch.nn.Module]) -> None:
     """Refuse an OptimizerConfig and model chunks that async_1f1b cannot train.
 
@@ -67,10 +75,29 @@ def check_schedule(config: Any, model_chunks: list[torch.nn.Module]) -> None:
                 _refuse(flag, f"{why}; remove the flag")
     if getattr(get_model_config(model), "cuda_graph_impl", "none") != "none":
         _refuse("--cuda-graph-impl", "graphs hold the addresses of one version of the weights; remove the flag")
+    if getattr(getattr(model, "ddp_config", None), "num_distributed_optimizer_instances", 1) > 1:
+        _refuse("--num-distributed-optimizer-instances", "a stage's gradient norm would count each instance; remove the flag")
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError("pipeline.schedule: async_1f1b: this stage has no trainable parameter; give it layers that have some")
+    weight = shared_weight(model)
+    if weight is not None and not weight.requires_grad:
+        _refuse("frozen tied embeddings", "both stages send each other their gradients; pass --untie-embeddings-and-output-weights")
     if are_tied(model) and not model.ddp_config.grad_reduce_in_fp32 and config.bf16:
         _refuse("--grad-reduce-in-bf16", "tied embeddings need the sum of their gradients in float32; remove the flag")
+
+
+def check_call(call: Mapping[str, Any]) -> None:
+    """Refuse arguments of a schedule's call that async_1f1b would do nothing with.
+
+    Raises:
+        ConfigError: the first fault.
+    """
+    for name, why in CALL_OPTIONS:
+        if call.get(name):
+            _refuse(name, f"{why}; leave it out")
+    groups = call.get("pg_collection")
+    if groups is not None and groups.pp is not parallel_state.get_pipeline_model_parallel_group():
+        _refuse("pg_collection", "the pipeline's group is the one of megatron.core.parallel_state; leave it out")
 
 
 def check_arguments(arguments: Any) -> None:

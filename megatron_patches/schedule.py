@@ -168,6 +168,8 @@ class AsyncPipeline:
         """Take in what `state` gave; None: begin anew."""
         if state is None:
             self.norms.known.zero_()
+            if self.tied is not None:
+                self.tied.restore([])
             return
         self.updates = state["updates"]
         self.norms.known.copy_(state["norms"])

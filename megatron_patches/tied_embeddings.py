@@ -17,6 +17,11 @@ def are_tied(model: torch.nn.Module) -> bool:
     return bool(get_attr_wrapped_model(model, "share_embeddings_and_output_weights", allow_none=True))
 
 
+def shared_weight(model: torch.nn.Module) -> Tensor | None:
+    """The copy of the shared weight on this stage, if it has one."""
+    return get_attr_wrapped_model(model, "shared_embedding_or_output_weight")() if are_tied(model) else None
+
+
 class TiedEmbeddings:
     """The copy of the shared weight on this stage, if it has one. Every rank of the job builds it at the same time.
 
@@ -32,13 +37,12 @@ class TiedEmbeddings:
 
     def __init__(self, model: torch.nn.Module, pipelines: list[list[int]], own: Any, norms: LaggedNorms):
         self._norms, self._update, self._own_gradient = norms, 0, None
-        self._weight: Tensor | None = None
+        self._weight = shared_weight(model)
         me = dist.get_rank()
         for ranks in pipelines:
             groups = [group_of_pair((ranks[0], ranks[-1]), own) for _ in range(2)]
             if me not in (ranks[0], ranks[-1]):
                 continue
-            self._weight = get_attr_wrapped_model(model, "shared_embedding_or_output_weight")()
             stages = (0, len(ranks) - 1) if me == ranks[0] else (len(ranks) - 1, 0)
             groups = groups if me == ranks[0] else groups[::-1]
             channels = [Channel(*stages, ranks[stages[1]], group, TIED) for group in groups]
@@ -76,7 +80,7 @@ class TiedEmbeddings:
         return [(each.update, each.total.cpu(), each.factor.cpu()) for each in self.tied.pending]
 
     def restore(self, state: list[tuple[int, Tensor, Tensor]]) -> None:
-        """Take in what `state` gave."""
+        """Take in what `state` gave; an empty list: begin anew."""
         if self._weight is None:
             return
         self.tied.settle()  # nothing of before may arrive later
