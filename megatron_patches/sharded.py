@@ -110,7 +110,7 @@ class InnerBasisRotation(torch.optim.Optimizer):
     """What Megatron's optimizers call in the place of Adam: over their own groups, with BasisRotation on flat buffers behind it.
 
     `step()` is a collective operation of the data-parallel group, and of the tensor-parallel one. What Megatron stores of an optimizer's
-    state with `state_dict()` is the number of steps; the states of BasisRotation are in `states.named_states`.
+    state with `state_dict()` is the number of steps; those of BasisRotation are in `rotation_states.sharded`.
 
     Args:
         groups: Megatron's, as the Adam had them.

@@ -1,6 +1,7 @@
 """Cases of BasisRotation inside Megatron's optimizers, by name: sizes of the parallel groups, and what a rank does and reports."""
 
 import copy
+import itertools
 import re
 from typing import Any
 from unittest import mock
@@ -29,9 +30,8 @@ from optimizer_model import (
 )
 
 from ds_basisrot.common.blocks import ConfigError
-from megatron_patches import optimizer_names
+from megatron_patches import optimizer_names, rotation_states
 from megatron_patches.optimizer import build, rotations
-from megatron_patches.optimizer_states import named_states, restore_named_states
 
 EXPERTS = 4
 
@@ -145,7 +145,8 @@ def resumes(distributed: bool = False, bf16: bool = False, tp_mode: str = "block
 
     model, optimizer = begin()
     train(model, optimizer, 7)
-    states, options = copy.deepcopy(named_states(optimizer)), copy.deepcopy(optimizer.state_dict())
+    saved, options = rotation_states.sharded(rotations(optimizer)), copy.deepcopy(optimizer.state_dict())
+    states = {key: copy.deepcopy(entry.data) for key, entry in saved.items()}
     parameters = {name: p.detach().clone() for name, p in named(model).items()}
     train(model, optimizer, 6, 7)
 
@@ -155,14 +156,16 @@ def resumes(distributed: bool = False, bf16: bool = False, tp_mode: str = "block
             p.copy_(parameters[name])
     other.reload_model_params()
     other.load_state_dict(options)
-    asked: set[str] = set()
-    restore_named_states(other, lambda name: asked.add(name) or states.get(name))
+    asked = rotation_states.wanted(rotations(other), saved)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, list(saved))
+    rotation_states.restore(rotations(other), states, dict.fromkeys(itertools.chain.from_iterable(of_ranks)))
     train(resumed, other, 6, 7)
-    rotated = [state for name, state in states.items() if any("rotated_exp_avg" in key for key in state)]
+    rotated = [key for key in states if key.startswith(rotation_states.MATRIX) and key.endswith(rotation_states.FACTS)]
     return {
         "differing": sum(not torch.equal(p, q) for p, q in zip(named(model).values(), named(resumed).values())),
         "differing copies": differing_copies(resumed),
-        "names not asked": sorted(set(states) - asked),
+        "names not asked": sorted(set(states) - set(asked)),
         "rotated here": len(rotated),
         "steps": {int(state["step"]) for state in inner_states(other)} == {13},
     }
