@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
+from ds_basisrot import __version__
+from ds_basisrot.common.agreement import flat
 from ds_basisrot.common.blocks import (
     OPTIMIZER_TYPE,
     ConfigError,
@@ -45,6 +48,14 @@ class Settings:
     path: str
     optimizer: Mapping[str, Any] | None
     pipeline: PipelineOptions
+
+    def facts(self) -> dict[str, Any]:
+        """What all ranks must have in common, as `agreement.agree` takes it."""
+        blocks = {
+            "optimizer": {"params": dict(self.optimizer)} if self.optimizer is not None else None,
+            "pipeline": self.pipeline.model_dump(),
+        }
+        return {"ds_basisrot version": __version__, "torch version": torch.__version__, **flat("", blocks)}
 
 
 def load(config: str | Path | Mapping[str, Any]) -> Settings:

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from ds_basisrot import __version__
+from ds_basisrot.common.agreement import agree
 from ds_basisrot.common.blocks import ConfigError, describe_async
 from ds_basisrot.common.log import log
 from ds_basisrot.pipeline.lagged_norms import LaggedNorms
 from ds_basisrot.pipeline.schedule import staleness
 
-from . import checkpoint, names, patching, rotation_states, training
+from . import checkpoint, names, patching, refreshes, rotation_states, training
 from . import config as config_file
 from .checkpoint import STAGE
 
@@ -58,6 +59,8 @@ class Job:
         self._optimizer: Any = None
         self._restored: Any = None
         self._rotations: list[Any] = []
+        self._costs: list[int] = []
+        self._shared_for = 0  # microbatches per update
         self._present: Mapping[str, Any] = {}
         self._loaded: Mapping[str, Any] | None = None
         self.calls_left: int | None = None
@@ -107,6 +110,7 @@ class Job:
         def get_megatron_optimizer(config: Any, model_chunks: list[torch.nn.Module], *args: Any, **kwargs: Any) -> Any:
             from megatron.core import parallel_state
 
+            agree(self.settings.facts())
             asynchronous = self.settings.pipeline.asynchronous and parallel_state.get_pipeline_model_parallel_world_size() > 1
             if asynchronous:
                 refusals.check_arguments(training.arguments())
@@ -129,6 +133,7 @@ class Job:
                     next(model_chunks[0].parameters()).device,
                 )
                 statistics.keep_within_stage(optimizer, self._norms)
+                self._costs, self._shared_for = refreshes.costs_of_stages(self._rotations) if self.rotates else [], 0
             self._say()
             return optimizer
 
@@ -189,6 +194,9 @@ class Job:
             self.pipeline.listens = bool(arguments and (arguments.exit_signal_handler or arguments.exit_duration_in_mins))
         elif self.pipeline.model is not model:
             raise ConfigError("pipeline.schedule: async_1f1b trains one model, and was given a second one")
+        if self._rotations and num_microbatches != self._shared_for:
+            refreshes.share(self._rotations, self._costs, num_microbatches)
+            self._shared_for = num_microbatches
         left, trained = self.calls_left, self.pipeline.trained
         self.pipeline.last = None if left is None else trained + left * num_microbatches - 1
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
