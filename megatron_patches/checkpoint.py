@@ -64,8 +64,7 @@ def wanted_stage(present: Mapping[str, Any]) -> ShardedObject | None:
         return wanted
     other = [name for name in present if name.startswith(f"{STAGE}/")]
     log(
-        "the checkpoint is of another number of stages or tensor-parallel ranks: gradient norms of other stages begin anew"
-        if other
-        else "the checkpoint is not of async_1f1b: gradient norms of other stages begin anew"
+        f"the checkpoint is {'of another number of stages or tensor-parallel ranks' if other else 'not of async_1f1b'}: gradient norms of "
+        "other stages, and late gradients of tied embeddings, begin anew"
     )
     return None

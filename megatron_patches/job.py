@@ -113,6 +113,7 @@ class Job:
             agree(self.settings.facts())
             asynchronous = self.settings.pipeline.asynchronous and parallel_state.get_pipeline_model_parallel_world_size() > 1
             if asynchronous:
+                training.check_patched()
                 refusals.check_arguments(training.arguments())
                 refusals.check_schedule(config, model_chunks)
             if self.rotates:

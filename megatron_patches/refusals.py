@@ -113,6 +113,8 @@ def check_arguments(arguments: Any) -> None:
     for name, flag, why in SCRIPT_OPTIONS:
         if getattr(arguments, name, None):
             _refuse(flag, f"{why}; remove the flag")
+    if getattr(arguments, "non_persistent_ckpt_type", None) == "local":
+        _refuse("--non-persistent-ckpt-type", "local checkpoints do not carry what stages know of each other; use global")
     if getattr(arguments, "ckpt_format", "torch_dist") != "torch_dist" and getattr(arguments, "save", None):
         _refuse(
             "--ckpt-format", f"what is in flight is known to torch_dist checkpoints only, got {arguments.ckpt_format!r}; use torch_dist"

@@ -58,7 +58,8 @@ class AsyncPipeline:
         self._transport = Transport(lanes, self.staleness, device, activation_fields=self.stages, gradient_fields=LOSS_FIELDS + self.stages)
         stashing = options.weight_stashing and self.staleness > 0
         self.stop = StopRequests(self.stages)
-        self.versions = WeightVersions([p for p in model.parameters() if p.requires_grad], stashing)
+        self._learning = [p for p in model.parameters() if p.requires_grad]
+        self.versions = WeightVersions(self._learning, stashing)
         self.tied: TiedEmbeddings | None = None
         if are_tied(model):
             self.tied = TiedEmbeddings(model, pipelines, self._group, norms)
@@ -111,6 +112,8 @@ class AsyncPipeline:
             On the last stage what the loss function reported of each microbatch, elsewhere an empty list.
         """
         self._choose_data(data_iterator)
+        if self._filled and not all(p.requires_grad for p in self._learning):
+            raise RuntimeError("parameters were frozen while microbatches are in flight; call megatron_patches.drain() on all ranks before")
         if self._filled and microbatches != self._accumulation:
             self.drain()
         self._accumulation = microbatches
@@ -126,7 +129,7 @@ class AsyncPipeline:
         run(actions, self._handlers, self._trace, lambda: self.updates)
         self._transport.finish_gradients()
         self.trained += microbatches
-        self._filled = True
+        self._filled, self._learning = True, [p for p in self._learning if p.requires_grad]
         self._feed.trained(self.trained)
         self._call.reductions.finish(self.model)
         if config.finalize_model_grads_func is not None:

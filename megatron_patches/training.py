@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import sys
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from . import names, stopping
+from ds_basisrot.common.blocks import ConfigError
+
+from . import names, patching, stopping
 
 if TYPE_CHECKING:
     from .job import Job
@@ -55,6 +58,17 @@ def patch(job: "Job") -> None:
     job.replace(utils, "logical_and_across_model_parallel_group", _within_stage(job), "no collective across stages")
     stopping.patch(job)
     job.replace(utils, "reduce_max_stat_across_model_parallel_group", _within_stage(job), "no collective across stages")
+
+
+def check_patched() -> None:
+    """Refuse a training package that came to be found after the patches were applied.
+
+    Raises:
+        ConfigError: with the way out.
+    """
+    training = sys.modules.get("megatron.training.training")
+    if training is not None and not patching.is_replaced(training.train_step):
+        raise ConfigError("megatron.training was not found when megatron_patches was applied; put its folder on sys.path before")
 
 
 def arguments() -> Any:

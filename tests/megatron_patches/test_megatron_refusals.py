@@ -1,12 +1,13 @@
 """What the asynchronous schedule cannot train is refused with one line that names the flag and the way out, and on every rank."""
 
+import sys
 import types
 
 import pytest
 import torch
 
 from ds_basisrot.common.blocks import ConfigError
-from megatron_patches import names, refusals
+from megatron_patches import names, patching, refusals, training
 
 names.check()
 
@@ -139,3 +140,17 @@ def test_another_recovery_and_another_checkpoint_format():
     line = refused(refusals.check_arguments, script_arguments(ckpt_format="fsdp_dtensor"))
     assert line.startswith("--ckpt-format: ") and line.endswith("use torch_dist")
     refusals.check_arguments(script_arguments(ckpt_format="torch", save=None))
+    line = refused(refusals.check_arguments, script_arguments(non_persistent_ckpt_type="local"))
+    assert line.startswith("--non-persistent-ckpt-type: ") and line.endswith("use global")
+
+
+def test_a_training_package_that_was_not_patched(monkeypatch):
+    monkeypatch.delitem(sys.modules, "megatron.training.training", raising=False)
+    training.check_patched()
+    late = types.ModuleType("megatron.training.training")
+    late.train_step = lambda: None
+    monkeypatch.setitem(sys.modules, "megatron.training.training", late)
+    with pytest.raises(ConfigError, match="put its folder on sys.path before"):
+        training.check_patched()
+    monkeypatch.setattr(late.train_step, patching.REPLACED, print, raising=False)
+    training.check_patched()
