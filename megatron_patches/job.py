@@ -65,6 +65,8 @@ class Job:
         self._loaded: Mapping[str, Any] | None = None
         self.calls_left: int | None = None
         """Training steps until the job ends, this one included, where that is known."""
+        self.found_training = False
+        """Whether Megatron-LM's training package was patched with the core."""
         self._said = False
         self._table: list[tuple[str, str]] = []
         self._unpatch: list[Callable[[], None]] = []
@@ -113,7 +115,7 @@ class Job:
             agree(self.settings.facts())
             asynchronous = self.settings.pipeline.asynchronous and parallel_state.get_pipeline_model_parallel_world_size() > 1
             if asynchronous:
-                training.check_patched()
+                training.check_patched(self)
                 refusals.check_arguments(training.arguments())
                 refusals.check_schedule(config, model_chunks)
             if self.rotates:

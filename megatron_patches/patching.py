@@ -38,11 +38,6 @@ def restore_method(owner: type, name: str) -> None:
     setattr(owner, name, _original(getattr(owner, name)))
 
 
-def is_replaced(function: Callable) -> bool:
-    """Whether it is a replacement."""
-    return hasattr(function, REPLACED)
-
-
 def _original(bound: Callable) -> Callable:
     return getattr(bound, REPLACED, bound)
 

@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ds_basisrot.common.blocks import ConfigError
 
-from . import names, patching, stopping
+from . import names, stopping
 
 if TYPE_CHECKING:
     from .job import Job
@@ -46,7 +46,8 @@ def patch(job: "Job") -> None:
         return
     _patch_timers(job)
     _patch_expert_losses(job)
-    if not is_here():
+    job.found_training = is_here()
+    if not job.found_training:
         return
     names.check_names(TRAINING)
     import megatron.training.checkpointing as checkpointing
@@ -60,14 +61,13 @@ def patch(job: "Job") -> None:
     job.replace(utils, "reduce_max_stat_across_model_parallel_group", _within_stage(job), "no collective across stages")
 
 
-def check_patched() -> None:
+def check_patched(job: "Job") -> None:
     """Refuse a training package that came to be found after the patches were applied.
 
     Raises:
         ConfigError: with the way out.
     """
-    training = sys.modules.get("megatron.training.training")
-    if training is not None and not patching.is_replaced(training.train_step):
+    if "megatron.training.training" in sys.modules and not job.found_training:
         raise ConfigError("megatron.training was not found when megatron_patches was applied; put its folder on sys.path before")
 
 

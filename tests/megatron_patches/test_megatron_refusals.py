@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_basisrot.common.blocks import ConfigError
-from megatron_patches import names, patching, refusals, training
+from megatron_patches import names, refusals, training
 
 names.check()
 
@@ -146,11 +146,10 @@ def test_another_recovery_and_another_checkpoint_format():
 
 def test_a_training_package_that_was_not_patched(monkeypatch):
     monkeypatch.delitem(sys.modules, "megatron.training.training", raising=False)
-    training.check_patched()
-    late = types.ModuleType("megatron.training.training")
-    late.train_step = lambda: None
-    monkeypatch.setitem(sys.modules, "megatron.training.training", late)
+    job = types.SimpleNamespace(found_training=False)
+    training.check_patched(job)
+    monkeypatch.setitem(sys.modules, "megatron.training.training", types.ModuleType("megatron.training.training"))
     with pytest.raises(ConfigError, match="put its folder on sys.path before"):
-        training.check_patched()
-    monkeypatch.setattr(late.train_step, patching.REPLACED, print, raising=False)
-    training.check_patched()
+        training.check_patched(job)
+    job.found_training = True
+    training.check_patched(job)
