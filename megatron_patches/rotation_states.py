@@ -3,6 +3,7 @@
 Any number of data-parallel ranks finds its own in it: who owns which matrix, and where slices begin, may differ from what it was.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -61,13 +62,13 @@ def sharded(rotations: Rotations) -> dict[str, Any]:
 
 
 def wanted(rotations: Rotations, present: Mapping[str, Any]) -> dict[str, Any]:
-    """What this rank asks a checkpoint for, by key.
+    """What this rank asks a checkpoint for, by key. Every rank of the world calls it.
 
     Args:
         present: everything in the checkpoint, from `load_sharded_metadata`.
     """
     keys_of, slices = _index(present)
-    found: dict[str, Any] = {}
+    keys: dict[str, None] = {}
     for rotation in rotations:
         for _, member, name in _members(rotation):
             if member.role.stacks:
@@ -75,9 +76,12 @@ def wanted(rotations: Rotations, present: Mapping[str, Any]) -> dict[str, Any]:
             else:
                 prefixes = [saved.prefix for saved in _overlapping(member, slices.get(name, ()))]
             for prefix in prefixes:
-                for key in keys_of.get(prefix, ()):
-                    found[key] = _request(key, present)
-    return found
+                keys.update(dict.fromkeys(keys_of.get(prefix, ())))
+    # Ranks with copies of one parameter ask for the same, and so do those whose slices lie in one slice of what was saved.
+    of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, list(keys))
+    before = Counter(key for of_one in of_ranks[: dist.get_rank()] for key in of_one)
+    return {key: _request(key, present, before[key]) for key in keys}
 
 
 def is_there(present: Mapping[str, Any]) -> bool:
@@ -155,11 +159,11 @@ def _entries(prefix: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any
     return found
 
 
-def _request(key: str, present: Mapping[str, Any]) -> Any:
+def _request(key: str, present: Mapping[str, Any], replica: int) -> Any:
     if key.endswith(f"{SEPARATOR}{FACTS}"):
-        return ShardedObject(key, None, (1,), (0,))
+        return ShardedObject(key, None, (1,), (0,), replica_id=replica)
     there = present[key]
-    return ShardedTensor.from_rank_offsets(key, torch.empty(there.global_shape, dtype=there.dtype))
+    return ShardedTensor.from_rank_offsets(key, torch.empty(there.global_shape, dtype=there.dtype), replica_id=replica)
 
 
 def _index(present: Mapping[str, Any]) -> tuple[dict[str, list[str]], dict[str, list[Saved]]]:

@@ -1,6 +1,6 @@
 """Embedding and output layer that share a weight, on the first and the last stage: Megatron would sum their gradients in every update."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,9 @@ from torch import Tensor
 from ds_basisrot.pipeline.channels import TIED, Channel, group_of_pair
 from ds_basisrot.pipeline.lagged_norms import LaggedNorms
 from ds_basisrot.pipeline.tied_gradients import Pending, TiedWeight
+from ds_basisrot.sharding.layouts import cut_in_buffer
+
+from .optimizer_names import check_attributes
 
 
 def are_tied(model: torch.nn.Module) -> bool:
@@ -20,6 +23,18 @@ def are_tied(model: torch.nn.Module) -> bool:
 def shared_weight(model: torch.nn.Module) -> Tensor | None:
     """The copy of the shared weight on this stage, if it has one."""
     return get_attr_wrapped_model(model, "shared_embedding_or_output_weight")() if are_tied(model) else None
+
+
+class Held(NamedTuple):
+    """What Megatron's distributed optimizer reduces of a gradient on this rank.
+
+    Attributes:
+        pieces: of the flattened gradient; the rest of it is this replica's own.
+        replicas: process group of those that hold the rest.
+    """
+
+    pieces: list[slice]
+    replicas: Any
 
 
 class TiedEmbeddings:
@@ -38,6 +53,7 @@ class TiedEmbeddings:
     def __init__(self, model: torch.nn.Module, pipelines: list[list[int]], own: Any, norms: LaggedNorms):
         self._norms, self._update, self._own_gradient = norms, 0, None
         self._weight = shared_weight(model)
+        self._held = _held(model, self._weight)
         me = dist.get_rank()
         for ranks in pipelines:
             groups = [group_of_pair((ranks[0], ranks[-1]), own) for _ in range(2)]
@@ -73,11 +89,21 @@ class TiedEmbeddings:
         optimizer.step_with_ready_grads = step_with_ready_grads
 
     def state(self) -> list[tuple[int, Tensor, Tensor]]:
-        """(update, sum, factor) of what was not applied yet, after waiting for it."""
+        """(update, sum, factor) of what was not applied yet, after waiting for it. Every replica calls it, and gets the same."""
         if self._weight is None:
             return []
         self.tied.settle()
-        return [(each.update, each.total.cpu(), each.factor.cpu()) for each in self.tied.pending]
+        return [(each.update, self._of_replicas(each.total).cpu(), each.factor.cpu()) for each in self.tied.pending]
+
+    def _of_replicas(self, total: Tensor) -> Tensor:
+        """A sum whose parts come from the replicas that hold them."""
+        if self._held is None:
+            return total
+        whole = torch.zeros_like(total)
+        for piece in self._held.pieces:
+            whole.view(-1)[piece].copy_(total.view(-1)[piece])
+        dist.all_reduce(whole, group=self._held.replicas)
+        return whole
 
     def restore(self, state: list[tuple[int, Tensor, Tensor]]) -> None:
         """Take in what `state` gave; an empty list: begin anew."""
@@ -87,3 +113,15 @@ class TiedEmbeddings:
         self.tied.pending.clear()
         device = self._weight.device
         self.tied.pending.extend(Pending(update, total=total.to(device), factor=factor.to(device)) for update, total, factor in state)
+
+
+def _held(model: torch.nn.Module, weight: Tensor | None) -> Held | None:
+    """None where every replica has the whole gradient."""
+    if weight is None or not model.ddp_config.use_distributed_optimizer:
+        return None
+    buffer = next(buffer for buffer in model.buffers if weight in buffer.param_index_map)
+    check_attributes(buffer, "buffer")
+    (start, _, index), replicas = buffer.param_index_map[weight], buffer.data_parallel_group
+    bucket = buffer.buckets[index]
+    pieces = cut_in_buffer(start - bucket.offset, weight.numel(), bucket.grad_data.numel() // replicas.size())
+    return Held([slice(each.offset, each.offset + each.numel) for each in pieces if each.rank == replicas.rank()], replicas)
