@@ -21,6 +21,7 @@ from megatron_model import arguments, global_name, part_of_model, scheduler
 from megatron_shards import Results, load, whole_weights
 from torch import Tensor, nn
 
+from ds_basisrot import BasisRotation, param_groups
 from ds_basisrot.pipeline.simulator import PipelineSimulator
 
 # Keys of the pipeline block that the simulator takes by the same names.
@@ -90,12 +91,36 @@ def adam(job: Job, stage: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=job.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=job.weight_decay)
 
 
+def basis_rotation(job: Job, stage: nn.Module) -> torch.optim.Optimizer:
+    """BasisRotation over the same matrices, with the parameter groups of Megatron's decay."""
+    outside = {"exclude": ["*word_embeddings*", "*output_layer*"]}
+    groups = []
+    for group in param_groups(stage.model, rotate=outside, holds_output=False):
+        for matrices in (True, False):
+            kept = [i for i, (_, p) in enumerate(group["params"]) if (p.dim() > 1) is matrices]
+            rotate = [group["rotate"][i] for i in kept] if group["rotate"] else False
+            group_of = {"params": [group["params"][i] for i in kept], "rotate": rotate}
+            if kept:
+                groups.append({**group_of, "wd_mult": float(matrices), "lr_mult": 1.0, "max_lr": job.lr, "min_lr": 0.0})
+    options = job.basisrot["optimizer"]["params"]
+    optimizer = BasisRotation(groups, lr=job.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=job.weight_decay, **options)
+    optimizer.layout_independent = True  # the operations of the sharded one
+    if job.bf16:
+        optimizer.gradient_dtype = torch.bfloat16  # what gradients were computed in, though they are added up in float32
+    return optimizer
+
+
+def optimizer_of(job: Job, stage: nn.Module) -> torch.optim.Optimizer:
+    """What the job's configuration chooses."""
+    return (basis_rotation if "optimizer" in (job.basisrot or {}) else adam)(job, stage)
+
+
 def simulate(
     job: Job,
     results: Results,
     *,
     delayed: bool = True,
-    make_optimizer: Callable[[Job, nn.Module], torch.optim.Optimizer] = adam,
+    make_optimizer: Callable[[Job, nn.Module], torch.optim.Optimizer] = optimizer_of,
     cut_after: Sequence[int] = (),
 ) -> dict[str, Any]:
     """The job in this process, from the initial weights of its ranks and without tensor parallelism.

@@ -10,6 +10,9 @@ ASYNC = {"pipeline": {"schedule": "async_1f1b"}}
 NO_STASH = {"pipeline": {"schedule": "async_1f1b", "weight_stashing": False}}
 BY_STAGE = {"pipeline": {"schedule": "async_1f1b", "clip_scope": "stage"}}
 
+ROTATED = {"optimizer": {"type": "BasisRotation", "params": {"refresh_period": 3}}, **ASYNC}
+BY_LATENESS = {"optimizer": {"type": "BasisRotation", "params": {"refresh_period": 4, "refresh_allocation": "stage_aware"}}, **ASYNC}
+
 EXACT = [
     Job("two", pp=2, basisrot=ASYNC, evaluate_after=3),
     Job("one_microbatch", pp=2, microbatches=1, steps=12, basisrot=ASYNC),
@@ -25,6 +28,11 @@ EXACT = [
     Job("four_tied", pp=4, microbatches=2, steps=10, tied=True, basisrot=ASYNC),
     Job("tied_sharded", pp=2, dp=2, bf16=True, microbatches=2, tied=True, distributed_optimizer=True, basisrot=ASYNC),
     Job("sharded", pp=2, dp=2, bf16=True, microbatches=2, distributed_optimizer=True, basisrot=ASYNC, evaluate_after=3),
+    Job("rotated", pp=2, microbatches=1, steps=12, swiglu=True, query_groups=2, basisrot=ROTATED),
+    Job("rotated_bf16", pp=2, bf16=True, microbatches=2, steps=8, basisrot=ROTATED),
+    Job("four_rotated", pp=4, microbatches=1, steps=12, basisrot=BY_LATENESS),
+    Job("rotated_replicas", pp=2, dp=2, microbatches=2, steps=8, basisrot=ROTATED),
+    Job("rotated_sharded", pp=2, dp=2, bf16=True, microbatches=2, steps=8, distributed_optimizer=True, basisrot=ROTATED),
 ]
 CLOSE = [  # a norm is a sum in another order
     Job("clipped", pp=2, microbatches=1, steps=10, clip=0.5, basisrot=ASYNC),
