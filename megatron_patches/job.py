@@ -14,7 +14,7 @@ from ds_basisrot.common.log import log
 from ds_basisrot.pipeline.lagged_norms import LaggedNorms
 from ds_basisrot.pipeline.schedule import staleness
 
-from . import checkpoint, names, patching, refreshes, rotation_states, training
+from . import checkpoint, names, patching, refreshes, registry, rotation_states, training
 from . import config as config_file
 from .checkpoint import STAGE
 
@@ -79,6 +79,12 @@ class Job:
         import megatron.core.pipeline_parallel.schedules as schedules
 
         training.patch(self)
+        if self.rotates and names.family().registry:
+            from .optimizer import to_options
+
+            registry.enter(self, lambda config: to_options(config, self.settings.optimizer)[0])
+            if training.is_here():
+                registry.accept_name(self)
         checkpoint.patch(self)
         what = [*(["BasisRotation"] if self.rotates else []), *(["norms per stage"] if self.settings.pipeline.asynchronous else [])]
         self.replace(megatron.core.optimizer, "get_megatron_optimizer", self._wrap_optimizer, ", ".join(what))
@@ -101,6 +107,11 @@ class Job:
         self._unpatch.append(functools.partial(patching.restore_method, owner, name))
         patching.replace_method(owner, name, make)
         self._table.append((f"{owner.__module__}.{owner.__name__}.{name}", what))
+
+    def note(self, place: str, what: str, undo: Callable[[], None]) -> None:
+        """Note for the table what was changed in another way."""
+        self._unpatch.append(undo)
+        self._table.append((place, what))
 
     @property
     def rotates(self) -> bool:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.transformer.moe.experts import GroupedMLP
+from megatron.core.transformer.moe import experts
 from torch import Tensor, nn
 
 from ds_basisrot.common.blocks import ConfigError
@@ -18,6 +18,7 @@ from ds_basisrot.optim.modules import Entry, Route
 from ds_basisrot.optim.routing import named_rotation, route
 
 EMBEDDING_OR_OUTPUT = Route(False, "embedding or output layer")
+GroupedMLP: Any = getattr(experts, "GroupedMLP", ())  # a class that 0.18 has no more
 EXPERT = Route(True, "expert's linear weight")
 STACKED_EXPERTS = "stacked expert weights"
 
@@ -132,7 +133,7 @@ def _global_name(full_name: str, modules: Mapping[str, nn.Module], expert_rank: 
     return ".".join(renamed)
 
 
-def _stacked(name: str, p: Tensor, experts: GroupedMLP) -> tuple[tuple[int, int, int], Route]:
+def _stacked(name: str, p: Tensor, experts: nn.Module) -> tuple[tuple[int, int, int], Route]:
     """One of the two weights of experts that are multiplied together: transposed matrices `[in, out]`, one expert's after the other's."""
     hidden, count = experts.config.hidden_size, experts.num_local_experts
     if name == "weight2":

@@ -1,5 +1,6 @@
-"""BasisRotation in the place of Adam in the optimizers that Megatron builds (megatron-core 0.16)."""
+"""BasisRotation in the optimizers that Megatron builds: in the place of Adam, or of what its registry was asked for."""
 
+import contextlib
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import Tensor, nn
 
 from ds_basisrot.common.agreement import agree, flat
@@ -22,9 +23,10 @@ from ds_basisrot.optim.roles import Role, assign_roles
 from ds_basisrot.optim.routing import describe, pattern_matches
 from ds_basisrot.sharding.optimizer import ShardedBasisRotation
 
+from . import registry, statistics
 from .matrices import Matrices, matrices_of
-from .optimizer_names import check_attributes, check_version
-from .placement import Lot, cuts_by_cost, cuts_of_buckets
+from .optimizer_names import check, check_attributes
+from .placement import Lot, cuts_by_cost, cuts_of_buckets, cuts_of_owners
 from .sharded import InnerBasisRotation, Share
 from .sharers import Groups, place_in
 
@@ -40,7 +42,10 @@ MEGATRONS_OWN: dict[str, Callable[[OptimizerConfig], Any]] = {
 
 # Megatron's option -> (whether it is as we need it, what to do)
 NEEDED: dict[str, tuple[Callable[[OptimizerConfig], bool], str]] = {
-    "optimizer": (lambda config: config.optimizer == "adam", "set it to adam, in whose place BasisRotation is put"),
+    "optimizer": (
+        lambda config: config.optimizer == "adam" or registry.is_chosen(config),
+        "set it to adam, in whose place BasisRotation is put",
+    ),
     "fp16": (lambda config: not config.fp16, "train in bf16 or fp32"),
     "optimizer_cpu_offload": (lambda config: not config.optimizer_cpu_offload, "switch it off: BasisRotation updates on the device"),
     "use_precision_aware_optimizer": (
@@ -74,33 +79,42 @@ def build(
     Raises:
         ConfigError: naming the key or option, or what megatron-core lacks.
     """
-    check_version()
-    options, patterns, exact = _options(config, params)
+    check()
+    options, patterns, exact = to_options(config, params)
     _check_chunks(model_chunks)
-    built = native(config, model_chunks, *args, **kwargs)
-    optimizers = megatron_optimizers(built)
+    by_name = registry.is_chosen(config)
+    if by_name:
+        registry.check_layer_wise(config, model_chunks)
+    with registry.usable() if by_name else contextlib.nullcontext():
+        built = native(config, model_chunks, *args, **kwargs)
     given = inspect.signature(native).bind(config, model_chunks, *args, **kwargs).arguments
     groups = Groups(model_chunks[0], given.get("pg_collection"), exact)
     found = matrices_of(model_chunks, groups.places, exact, patterns)
     _agree(found, params, patterns)
-    for optimizer in optimizers:
-        if not optimizer.is_stub_optimizer:
-            _replace_inner(optimizer, found, model_chunks, groups, options)
+    by_layers = by_name and registry.is_layer_wise(built)
+    ours: set[str] = set()
+    for optimizer in statistics.leaves(built):
+        if not optimizer.is_stub_optimizer and (not by_name or isinstance(optimizer.optimizer, registry.Waiting)):
+            ours |= _replace_inner(optimizer, found, model_chunks, groups, options, by_layers)
+    for each in found if by_name else ():
+        if each.entry is not False and each.name not in ours:
+            raise ConfigError(
+                f"optimizer.params.rotate: Megatron gives {each.name} to Adam, with --optimizer {registry.NAME}; use --optimizer adam"
+            )
     return built
-
-
-def megatron_optimizers(built: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that Megatron has chained, or the one that there is."""
-    return list(built.chained_optimizers) if isinstance(built, ChainedOptimizer) else [built]
 
 
 def rotations(built: MegatronOptimizer) -> list[ShardedBasisRotation]:
     """BasisRotation of dense and of expert parameters on this rank, as far as there are any."""
-    return [each.optimizer.rotation for each in megatron_optimizers(built) if isinstance(each.optimizer, InnerBasisRotation)]
+    return [each.optimizer.rotation for each in statistics.leaves(built) if isinstance(each.optimizer, InnerBasisRotation)]
 
 
-def _options(config: OptimizerConfig, params: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any] | None, bool]:
-    """Options of BasisRotation, patterns, and whether matrices are whole over tensor parallelism."""
+def to_options(config: OptimizerConfig, params: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any] | None, bool]:
+    """Options of BasisRotation, patterns, and whether matrices are whole over tensor parallelism.
+
+    Raises:
+        ConfigError: naming the key or Megatron's option.
+    """
     for name, (is_fit, instead) in NEEDED.items():
         if not is_fit(config):
             raise ConfigError(f"OptimizerConfig.{name}={getattr(config, name)!r}: not possible with BasisRotation; {instead}")
@@ -164,22 +178,28 @@ def _replace_inner(
     model_chunks: Sequence[nn.Module],
     groups: Groups,
     options: Mapping[str, Any],
-) -> None:
-    """Put BasisRotation into one of Megatron's optimizers."""
+    by_layers: bool,
+) -> set[str]:
+    """Put BasisRotation into one of Megatron's optimizers; `by_layers`: each replica updates some parameters, the whole of them.
+
+    Returns:
+        The names of what it updates, on all replicas together.
+    """
     if not isinstance(optimizer, (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)):
         raise ConfigError(f"BasisRotation does not know Megatron's {type(optimizer).__name__}")
     updated, inner_groups = _tensors(optimizer), optimizer.optimizer.param_groups
     is_sliced = isinstance(optimizer, DistributedOptimizer)
     sharers = groups.experts if inner_groups[0]["is_expert_parallel"] else groups.dense
     buffers = {p: buffer for buffer in _buffers(optimizer if is_sliced else None, model_chunks) for p in buffer.params}
-    own = [each for each in found if each.parameter in (buffers if is_sliced else updated)]
+    held = _group_indices(found, updated, inner_groups, sharers.replicas)
+    index_of = {name: index for of_one in held for name, index in of_one.items()}
+    own = [each for each in found if each.name in index_of]
     if not own:  # a pipeline stage without parameters of this kind
-        return
-    index_of = _group_indices(own, updated, inner_groups, sharers.replicas)
+        return set()
     blueprint, used = _blueprint(own, index_of, inner_groups, options)
 
     shares: list[Share] = []
-    place = place_in(sharers.replicas)
+    place, is_copied = place_in(sharers.replicas), not is_sliced and not by_layers
     names = {each.name: updated[each.parameter] for each in own if each.parameter in updated}
     for shards in sorted({each.shards for each in own}):
         group, ranks = sharers.of(shards)
@@ -193,21 +213,23 @@ def _replace_inner(
         lots = [lot for lot in lots if lot.members]
         if is_sliced:
             cuts = cuts_of_buckets(shared, list(dict.fromkeys(buffers.values())))
+        elif by_layers:
+            cuts = cuts_of_owners(shared, held)
         else:
             cuts = cuts_by_cost(lots, _roles_of(blueprint), options.get("state_dtype", "float32"))
         for lot in lots:
             lot.fill(cuts)
-            shares.append(Share(lot, place.rank, group, names, not is_sliced))
+            shares.append(Share(lot, place.rank, group, names, is_copied))
         _check_equal(lots, group)
 
     of_groups = [[share.buffer for share in shares if share.lot.index == index] for index in used]
     rotation = ShardedBasisRotation(blueprint, of_groups)
     rotation.bind([share.flat for share in shares])
     rotation.gradient_dtype = _gradient_dtype(optimizer.config, model_chunks)
-    replicas = sharers.replicas if not is_sliced and place.size > 1 else None
+    replicas = sharers.replicas if is_copied and place.size > 1 else None
     tensor = sharers.tensor if dist.get_world_size(sharers.tensor) > 1 else None
     optimizer.optimizer = InnerBasisRotation(inner_groups, rotation, shares, used, replicas, tensor)
-    optimizer.init_state_fn = _no_states
+    optimizer.init_state_fn = registry.no_states
     log(f"{type(optimizer).__name__}: {rotation.describe()}")
     for ownership in rotation.ownership.values():
         log(
@@ -215,6 +237,7 @@ def _replace_inner(
             f"{max(ownership.state_bytes) / 1e6:.3g} MB of states each ({ownership.imbalance:.3g} of the mean); "
             f"in an update {sum(ownership.sent)} elements go to owners and back"
         )
+    return set(index_of)
 
 
 def _buffers(sliced: DistributedOptimizer | None, model_chunks: Sequence[nn.Module]) -> Iterator[Any]:
@@ -226,14 +249,14 @@ def _buffers(sliced: DistributedOptimizer | None, model_chunks: Sequence[nn.Modu
 
 
 def _group_indices(
-    own: Sequence[Matrices], updated: Mapping[Tensor, Tensor], inner_groups: Sequence[Mapping[str, Any]], replicas: Any
-) -> dict[str, int]:
-    """The group of every parameter; where a rank holds nothing of one, others say it."""
+    found: Sequence[Matrices], updated: Mapping[Tensor, Tensor], inner_groups: Sequence[Mapping[str, Any]], replicas: Any
+) -> list[dict[str, int]]:
+    """For every replica, the group of each parameter of which it updates anything."""
     index_of_tensor = {id(tensor): index for index, group in enumerate(inner_groups) for tensor in group["params"]}
-    known = {each.name: index_of_tensor[id(updated[each.parameter])] for each in own if each.parameter in updated}
-    of_ranks: list[dict[str, int]] = [{} for _ in range(dist.get_world_size(replicas))]
-    dist.all_gather_object(of_ranks, known, group=replicas)
-    return {name: index for of_one in of_ranks for name, index in of_one.items()}
+    here = {each.name: index_of_tensor[id(updated[each.parameter])] for each in found if each.parameter in updated}
+    of_replicas: list[dict[str, int]] = [{} for _ in range(dist.get_world_size(replicas))]
+    dist.all_gather_object(of_replicas, here, group=replicas)
+    return of_replicas
 
 
 def _blueprint(
@@ -270,7 +293,3 @@ def _gradient_dtype(config: OptimizerConfig, model_chunks: Sequence[nn.Module]) 
     """The least precision in which gradients are computed or added up; None for float32."""
     dtypes = {buffer.grad_dtype for buffer in _buffers(None, model_chunks)} | {config.params_dtype}
     return torch.bfloat16 if config.bf16 or torch.bfloat16 in dtypes else None
-
-
-def _no_states(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
-    """In the place of what fills in Adam's states."""

@@ -1,4 +1,4 @@
-"""Every name of megatron-core 0.16 that the optimizer's adapter touches and that is no documented interface, checked when it is bound."""
+"""Every name of megatron-core that the optimizer's adapter touches and that is no documented interface, checked when it is bound."""
 
 from typing import Any
 
@@ -6,17 +6,21 @@ from ds_basisrot.common.blocks import ConfigError
 
 from . import names
 
-VERSIONS = "0.16."
-
-# (module, name, why)
+# (module, name, why), of all families of versions
 NAMES = (
     ("megatron.core.optimizer.optimizer", "ChainedOptimizer", "holds Megatron's optimizers, of dense and of expert parameters"),
     ("megatron.core.optimizer.optimizer", "FP32Optimizer", "updates the model's own float32 parameters"),
     ("megatron.core.optimizer.optimizer", "Float16OptimizerWithFloat16Params", "updates float32 copies of parameters"),
     ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer", "updates this rank's slices of parameters"),
     ("megatron.core.distributed", "DistributedDataParallel", "has the buffers of parameters and their data-parallel groups"),
-    ("megatron.core.transformer.moe.experts", "GroupedMLP", "stacks the weights of experts in a two-dimensional parameter"),
 )
+
+# Of one family alone.
+NAMES_OF = {
+    names.INNER_ADAM: (
+        ("megatron.core.transformer.moe.experts", "GroupedMLP", "stacks the weights of experts in a two-dimensional parameter"),
+    ),
+}
 
 # Class -> (attribute, why)
 ATTRIBUTES = {
@@ -56,15 +60,14 @@ ATTRIBUTES = {
 }
 
 
-def check_version() -> None:
-    """Refuse a megatron-core that this adapter is not made for, or that lacks a name.
+def check() -> None:
+    """Refuse a megatron-core of a version that this adapter is not made for, or that lacks a name.
 
     Raises:
         ConfigError: with its version, and the name.
     """
-    if not names.version().startswith(VERSIONS):
-        raise ConfigError(f"megatron-core {names.version()}: this adapter of BasisRotation is made for {VERSIONS}x")
-    names.check_names(tuple((module, (name,)) for module, name, _ in NAMES))
+    wanted = (*NAMES, *NAMES_OF.get(names.family(), ()))
+    names.check_names(tuple((module, (name,)) for module, name, _ in wanted))
 
 
 def check_attributes(owner: Any, kind: str) -> None:
@@ -77,5 +80,5 @@ def check_attributes(owner: Any, kind: str) -> None:
         if not hasattr(owner, name):
             raise ConfigError(
                 f"megatron-core {names.version()} has no {type(owner).__name__}.{name} ({why}): "
-                f"this adapter of BasisRotation is made for {VERSIONS}x"
+                "this adapter of BasisRotation is made for another version"
             )

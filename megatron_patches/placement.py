@@ -87,6 +87,16 @@ def cuts_of_buckets(members: Iterable[Matrices], buffers: Sequence[Any]) -> dict
     return cuts
 
 
+def cuts_of_owners(members: Iterable[Matrices], held: Sequence[Iterable[str]]) -> dict[str, list[Cut]]:
+    """Where every parameter is whole on one replica, and on no other.
+
+    Args:
+        held: for each replica, the names of its parameters.
+    """
+    owner_of = {name: replica for replica, names in enumerate(held) for name in names}
+    return {member.name: [Cut(owner_of[member.name], 0, member.numel)] for member in members}
+
+
 def cuts_by_cost(lots: Sequence[Lot], roles: Mapping[str, Role], state_dtype: str) -> dict[str, list[Cut]]:
     """Who updates what where every rank holds everything: whole matrices by what they cost, all else in equal parts.
 

@@ -22,7 +22,7 @@ from ds_basisrot.pipeline.transport import Transport
 from ds_basisrot.pipeline.weight_versions import WeightVersions
 from ds_basisrot.pipeline.wire import Control, Sort
 
-from . import stopping
+from . import names, stopping
 from .feed import Feed
 from .tied_embeddings import TiedEmbeddings, are_tied
 
@@ -70,6 +70,7 @@ class AsyncPipeline:
                 self._trace = open_trace(options.trace, self.stage, parallel_state.get_data_parallel_rank())
             except ValueError as error:
                 raise ConfigError(str(error)) from None
+        self._model_type = (get_model_type(model),) if names.family().backward_takes_model_type else ()
         self._filled, self._accumulation = False, 0
         self._feed = Feed(None)
         self._holes: set[int] = set()
@@ -258,7 +259,7 @@ class AsyncPipeline:
             call.reductions.begin(self.stage)
         gradient = self._gradients[0] if self._gradients else None
         with self.versions.backward(microbatch):
-            schedules.backward_step([inputs], [self._outputs.pop(microbatch)], [gradient], get_model_type(self.model), call.config)
+            schedules.backward_step([inputs], [self._outputs.pop(microbatch)], [gradient], *self._model_type, call.config)
         self._gradients = []
 
 
@@ -317,6 +318,7 @@ def _groups_without_embeddings() -> ProcessGroupCollection:
     groups.pp = parallel_state.get_pipeline_model_parallel_group()
     groups.cp = parallel_state.get_context_parallel_group()
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     groups.embd = groups.pos_embd = _Alone()
     return groups
 

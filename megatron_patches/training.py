@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
@@ -19,8 +20,8 @@ from . import names, stopping
 if TYPE_CHECKING:
     from .job import Job
 
-# Of Megatron-LM's training package, 0.16: (module, names).
-TRAINING = (
+# Of Megatron-LM's training package.
+TRAINING: names.Table = (
     (
         "megatron.training.training",
         ("train_step", "save_checkpoint", "logical_and_across_model_parallel_group", "reduce_max_stat_across_model_parallel_group"),
@@ -29,8 +30,12 @@ TRAINING = (
     ("megatron.training.checkpointing", ("save_checkpoint",)),
     ("megatron.training.global_vars", ("get_args",)),
 )
-TIMERS = (("megatron.core.timers", ("Timer", "Timers")),)
-EXPERTS = (("megatron.core.transformer.moe.moe_utils", ("reduce_aux_losses_tracker_across_ranks",)),)
+TIMERS: names.Table = (("megatron.core.timers", ("Timer", "Timers._get_elapsed_time_all_ranks")),)
+# Sums the auxiliary losses of experts over all stages: a function, and a method from 0.18 on.
+EXPERTS: dict[names.Family, names.Table] = {
+    names.INNER_ADAM: (("megatron.core.transformer.moe.moe_utils", ("reduce_aux_losses_tracker_across_ranks",)),),
+    names.REGISTRY: (("megatron.core.transformer.moe.moe_logging", ("MoEMetricsTracker._sync_metrics",)),),
+}
 
 
 def is_here() -> bool:
@@ -111,8 +116,8 @@ def _within_stage(job: "Job") -> Callable[[Callable], Callable]:
 
     def make(native: Callable) -> Callable:
         @functools.wraps(native)
-        def own(value: Any) -> Any:
-            return native(value) if job.pipeline is None else value
+        def own(value: Any, **groups: Any) -> Any:
+            return native(value, **groups) if job.pipeline is None else value
 
         return own
 
@@ -131,25 +136,34 @@ def _patch_timers(job: "Job") -> None:
 
 def _patch_expert_losses(job: "Job") -> None:
     """Auxiliary losses of experts are logged in every step, summed over all stages; here each stage has its own."""
-    names.check_names(EXPERTS)
-    import megatron.core.transformer.moe.moe_utils as moe_utils
+    names.check_names(EXPERTS[names.family()])
+    make, what = functools.partial(_own_expert_losses, job), "experts' losses per stage"
+    if names.family().registry:
+        from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 
-    def make(native: Callable) -> Callable:
-        @functools.wraps(native)
-        def reduce_aux_losses(track_names: Any = None, pg_collection: Any = None) -> None:
-            if job.pipeline is None:
-                native(track_names, pg_collection)
-                return
+        job.replace_method(MoEMetricsTracker, "_sync_metrics", make, what)
+    else:
+        import megatron.core.transformer.moe.moe_utils as moe_utils
+
+        job.replace(moe_utils, "reduce_aux_losses_tracker_across_ranks", make, what)
+
+
+def _own_expert_losses(job: "Job", native: Callable) -> Callable:
+    signature = inspect.signature(native)
+
+    @functools.wraps(native)
+    def reduce_losses(*args: Any, **kwargs: Any) -> None:
+        call = signature.bind(*args, **kwargs)
+        if job.pipeline is not None:
             groups = ProcessGroupCollection()
             groups.pp = dist.GroupMember.NON_GROUP_MEMBER  # which collectives pass over
             groups.dp = parallel_state.get_data_parallel_group(with_context_parallel=False, partial_data_parallel=False)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                native(track_names, groups)
+            call.arguments["pg_collection"] = groups
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            native(*call.args, **call.kwargs)
 
-        return reduce_aux_losses
-
-    job.replace(moe_utils, "reduce_aux_losses_tracker_across_ranks", make, "experts' losses per stage")
+    return reduce_losses
 
 
 def _without_barrier(job: "Job", native: Callable) -> Callable:

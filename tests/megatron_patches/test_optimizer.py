@@ -56,7 +56,7 @@ REFUSED = {
     "max_dim": "optimizer.params.max_dim: must be an integer >= 1",
     "diagnostics": "optimizer.params.diagnostics_period: not possible with Megatron",
     "bare": "GPTModel: BasisRotation needs megatron.core.distributed.DistributedDataParallel",
-    "version": "megatron-core 0.15.0: this adapter of BasisRotation is made for 0.16.x",
+    "version": "megatron-core 0.15.0: megatron_patches is made for 0.16.x, 0.18 and newer",
     "name": "megatron-core 0.16.1 has no FP32Optimizer.no_such_name (a test)",
 }
 
