@@ -44,17 +44,26 @@ CLOSE = [  # a norm is a sum in another order
     Job("tensor_parallel", pp=2, tp=2, swiglu=True, query_groups=2, clip=0.5, basisrot=ASYNC),
 ]
 JOBS = [*EXACT, *CLOSE]
+ALWAYS = (
+    "two", "no_stash_bf16", "rotated_bf16", "four_tied", "tied_sharded", "rotated_sharded", "clipped", "tied_clipped_bf16", "tensor_parallel",
+)  # fmt: skip
+
+
+def cases(jobs):
+    """Jobs as parameters; those that are not in ALWAYS run with --full."""
+    return [pytest.param(job, id=job.name, marks=[] if job.name in ALWAYS else pytest.mark.full) for job in jobs]
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory):
+def out(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron_schedule")
-    run_jobs(JOBS, folder)
-    run_simulations(JOBS, folder)
+    jobs = JOBS if request.config.getoption("--full") else [job for job in JOBS if job.name in ALWAYS]
+    run_jobs(jobs, folder)
+    run_simulations(jobs, folder)
     return folder
 
 
-@pytest.mark.parametrize("job", EXACT, ids=lambda job: job.name)
+@pytest.mark.parametrize("job", cases(EXACT))
 def test_bit_for_bit_as_simulated(out, job):
     results, simulated = load(out, job.name), torch.load(out / job.name / "simulated.pt")
     assert largest_movement(results) > 1e-3
@@ -65,14 +74,14 @@ def test_bit_for_bit_as_simulated(out, job):
     assert mean_over_replicas(results, "evaluations") == pytest.approx(simulated["evaluations"], abs=1e-6)
 
 
-@pytest.mark.parametrize("job", CLOSE, ids=lambda job: job.name)
+@pytest.mark.parametrize("job", cases(CLOSE))
 def test_other_roundings_stay_close(out, job):
     results, simulated = load(out, job.name), torch.load(out / job.name / "simulated.pt")
     kind = "main_weights" if job.bf16 else "weights"
     assert largest_difference(results, simulated["weights"], kind) < 1e-3 * largest_movement(results)
 
 
-@pytest.mark.parametrize("job", [job for job in JOBS if job.tied], ids=lambda job: job.name)
+@pytest.mark.parametrize("job", cases([job for job in JOBS if job.tied]))
 def test_tied_copies_are_equal(out, job):
     results = load(out, job.name)
     first = [r["weights"]["embedding.word_embeddings.weight"] for r in results if r["stage"] == 0]
@@ -80,7 +89,7 @@ def test_tied_copies_are_equal(out, job):
     assert all(torch.equal(a, b) for a, b in zip(first, last))
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+@pytest.mark.parametrize("job", cases(JOBS))
 def test_each_end_reads_what_it_forwards(out, job):
     trained = job.steps * job.microbatches
     for result in load(out, job.name):
