@@ -45,7 +45,8 @@ CLOSE = [  # a norm is a sum in another order
 ]
 JOBS = [*EXACT, *CLOSE]
 ALWAYS = (
-    "two", "no_stash_bf16", "rotated_bf16", "four_tied", "tied_sharded", "rotated_sharded", "clipped", "tied_clipped_bf16", "tensor_parallel",
+    "two", "no_stash_bf16", "rotated_bf16", "clipped", "tied_clipped_bf16",
+    "four_tied", "tied_sharded", "rotated_sharded", "tensor_parallel",
 )  # fmt: skip
 
 
