@@ -132,6 +132,7 @@ class Job:
             if self.rotates:
                 from .optimizer import build, rotations
 
+                refusals.check_saving(training.arguments())
                 optimizer = build(config, model_chunks, self.settings.optimizer, native, *args, **kwargs)
                 self._rotations = rotations(optimizer)
                 self._after_loading(optimizer)
@@ -242,6 +243,11 @@ class Job:
 
     def wanted_state(self, present: Mapping[str, Any]) -> dict[str, Any]:
         """What is asked of a checkpoint, by what is there."""
+        if not self.rotates and rotation_states.is_there(present):
+            raise ValueError(
+                "the checkpoint has states of BasisRotation, which the optimizer of this job cannot take up: name BasisRotation in the "
+                "configuration, or pass --no-load-optim to begin with fresh states"
+            )
         self._present = dict.fromkeys(present)
         stage = checkpoint.wanted_stage(present) if self._norms is not None else None
         return {**({} if stage is None else {STAGE: stage}), **rotation_states.wanted(self._rotations, present)}

@@ -121,5 +121,26 @@ def check_arguments(arguments: Any) -> None:
         )
 
 
+def check_saving(arguments: Any) -> None:
+    """Refuse ways of saving that lose BasisRotation's states; None: another script than Megatron-LM's.
+
+    Raises:
+        ConfigError: the first fault.
+    """
+    if arguments is None or not getattr(arguments, "save", None):
+        return
+    if getattr(arguments, "non_persistent_ckpt_type", None) == "local":
+        raise ConfigError("--non-persistent-ckpt-type: local checkpoints do not carry states of BasisRotation; use global")
+    if getattr(arguments, "ckpt_format", "torch_dist") != "torch_dist":
+        raise ConfigError(
+            f"--ckpt-format: states of BasisRotation go into torch_dist checkpoints only, got {arguments.ckpt_format!r}; use torch_dist"
+        )
+    if getattr(arguments, "use_distributed_optimizer", False) and getattr(arguments, "dist_ckpt_optim_fully_reshardable", False):
+        raise ConfigError(
+            "--dist-ckpt-optim-fully-reshardable: it stores Adam's states, and not those of BasisRotation; remove the flag "
+            "(other numbers of data-parallel ranks load without it)"
+        )
+
+
 def _refuse(what: str, why: str) -> None:
     raise ConfigError(f"{what}: does not go with pipeline.schedule async_1f1b: {why}")

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from torch import Tensor
 
+from ds_basisrot.common.log import log
 from ds_basisrot.optim.adam_state import to_adam
 from ds_basisrot.optim.state import MOMENTUM, SCALE, SECOND_MOMENT, STEP
 from ds_basisrot.sharding import states
@@ -97,6 +98,7 @@ def restore(rotations: Rotations, loaded: Mapping[str, Any], present: Mapping[st
     """
     _, slices = _index(present)
     started = {parts[1] for name in present if (parts := name.split(SEPARATOR))[0] == MATRIX}
+    _say_what_is_missing(rotations, loaded, slices)
     for rotation in rotations:
         layouts: dict[str, Any] = {}
         bookkeeping = {name: {STEP: 0, SCALE: 1.0} for name in slices}
@@ -119,6 +121,20 @@ def restore(rotations: Rotations, loaded: Mapping[str, Any], present: Mapping[st
                     part = loaded[_key(saved.prefix, key)][begin - saved.offset : end - saved.offset]
                     member.piece.of(flat[key])[begin - member.piece.offset : end - member.piece.offset].copy_(part)
         states.restore(rotation, lambda name: _matrix(name, loaded), started, bookkeeping, layouts)
+
+
+def _say_what_is_missing(rotations: Rotations, loaded: Mapping[str, Any], slices: Mapping[str, Any]) -> None:
+    present = {
+        name: _key(MATRIX, name, FACTS) in loaded if member.role.stacks else name in slices
+        for rotation in rotations
+        for _, member, name in _members(rotation)
+    }
+    missing = [name for name, is_present in present.items() if not is_present]
+    if missing:
+        log(
+            f"on rank 0 the checkpoint has no state of {len(missing)} of {len(present)} parameters and matrices, the first {missing[0]}: these "
+            "begin anew, as at another tensor-parallel size or tp_mode"
+        )
 
 
 def _matrix(name: str, loaded: Mapping[str, Any]) -> dict[str, Any] | None:
