@@ -132,8 +132,8 @@ def _say_what_is_missing(rotations: Rotations, loaded: Mapping[str, Any], slices
     missing = [name for name, is_present in present.items() if not is_present]
     if missing:
         log(
-            f"on rank 0 the checkpoint has no state of {len(missing)} of {len(present)} parameters and matrices, the first {missing[0]}: these "
-            "begin anew, as at another tensor-parallel size or tp_mode"
+            f"on rank 0 the checkpoint has no state of {len(missing)} of {len(present)} parameters and matrices, the first {missing[0]}: "
+            "these begin anew, as at another tensor-parallel size or tp_mode"
         )
 
 

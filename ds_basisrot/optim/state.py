@@ -145,7 +145,13 @@ def complete_state(saved: dict[str, Any], expected: dict[str, Any]) -> dict[str,
 
 def check_layout_of_state(p: Tensor, layout: Any, stacks: Sequence[MatrixStack], name: str) -> None:
     """Refuse the state of a parameter that was rotated as other matrices; `layout` is its entry in the saved `rotate` (None: not saved)."""
-    if layout is not None and stacks and parts(p.shape, layout) != tuple(stack.part for stack in stacks):
+    if layout is None or not stacks:
+        return
+    try:
+        is_same = parts(p.shape, layout) == tuple(stack.part for stack in stacks)
+    except ValueError:  # the layout is of another shape
+        is_same = False
+    if not is_same:
         raise ValueError(
             f"the saved state of {name} is of other matrices: it was rotated with the layout {layout}; resume with that one, or without "
             "optimizer state"
