@@ -20,6 +20,16 @@ class Feed:
         """What is read from now on belongs to this microbatch."""
         self._microbatch, self._position = microbatch, 0
 
+    def has_next(self) -> bool:
+        """Whether there is something to read for the microbatch that was begun; True on ranks that read no data."""
+        items = self._kept.setdefault(self._microbatch, [])
+        if hasattr(self.source, "__next__") and self._position == len(items):
+            try:
+                items.append(next(self.source))
+            except StopIteration:
+                return False
+        return True
+
     def __iter__(self) -> "Feed":
         return self
 

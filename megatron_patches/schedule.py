@@ -221,36 +221,41 @@ class AsyncPipeline:
     def _forward(self, microbatch: int) -> None:
         call, first = self._call, self.stage == 0
         needed = microbatch < self.trained + call.microbatches
-        if first and self.last is not None and microbatch > self.last and not needed:
+        self._feed.begin(microbatch)
+        if first and not needed and not self._data_go_on(microbatch):
             self._holes.add(microbatch)
         if microbatch in self._holes:
             if needed:
                 raise RuntimeError("the data ended in the last step; stop training there, or pass an iterator that goes on")
             return
-        self._feed.begin(microbatch)
         inputs = None if first else self._inputs[microbatch]
         with self.versions.forward(microbatch):
-            try:
-                outputs, _ = schedules.forward_step(
-                    call.forward_step_func,
-                    self._feed if self._feed.source is not None else None,
-                    self.model,
-                    call.microbatches,
-                    [inputs],
-                    call.reports,
-                    call.config,
-                    cp_group_size=parallel_state.get_context_parallel_world_size(),
-                    is_first_microbatch=call.first_forward,
-                    current_microbatch=microbatch % call.microbatches,
-                    is_last_stage=self.stage == self.stages - 1,
-                )
-            except StopIteration:
-                if needed:
-                    raise
-                self._holes.add(microbatch)  # it was only read ahead
-                return
+            outputs, _ = schedules.forward_step(
+                call.forward_step_func,
+                self._feed if self._feed.source is not None else None,
+                self.model,
+                call.microbatches,
+                [inputs],
+                call.reports,
+                call.config,
+                cp_group_size=parallel_state.get_context_parallel_world_size(),
+                is_first_microbatch=call.first_forward,
+                current_microbatch=microbatch % call.microbatches,
+                is_last_stage=self.stage == self.stages - 1,
+            )
         call.first_forward = False
         self._outputs[microbatch] = outputs[0]
+
+    def _data_go_on(self, microbatch: int) -> bool:
+        """On the first stage, before it reads ahead: whether there is something, on all tensor-parallel ranks, of which one reads."""
+        if self.last is not None:
+            return microbatch <= self.last
+        goes_on, group = self._feed.has_next(), parallel_state.get_tensor_model_parallel_group()
+        if group.size() > 1:
+            flag = torch.tensor(int(goes_on), device=self.norms.known.device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+            goes_on = bool(flag.item())
+        return goes_on
 
     def _backward(self, microbatch: int) -> None:
         call, last = self._call, microbatch == self.trained + self._call.microbatches - 1
