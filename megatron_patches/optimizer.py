@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from ds_basisrot.common.agreement import agree, flat
@@ -27,6 +28,7 @@ from . import registry, statistics
 from .matrices import Matrices, matrices_of
 from .optimizer_names import check, check_attributes
 from .placement import Lot, cuts_by_cost, cuts_of_buckets, cuts_of_owners
+from .refusals import WEIGHT_SHARDS
 from .sharded import InnerBasisRotation, Share
 from .sharers import Groups, place_in
 
@@ -142,6 +144,8 @@ def _check_chunks(model_chunks: Sequence[nn.Module]) -> None:
             )
         if chunk.ddp_config.num_distributed_optimizer_instances > 1:
             raise ConfigError("num_distributed_optimizer_instances: BasisRotation needs 1")
+        if any(getattr(get_model_config(chunk), name, 1) > 1 for name in WEIGHT_SHARDS):
+            raise ConfigError("--tensor-parallel-num-weight-shards: not possible with BasisRotation, which needs whole weights; remove it")
 
 
 def _agree(found: Sequence[Matrices], params: Mapping[str, Any], patterns: Mapping[str, Any] | None) -> None:

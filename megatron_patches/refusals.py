@@ -27,7 +27,11 @@ MODEL_OPTIONS = (
     ("enable_cuda_graph", "--enable-cuda-graph", "graphs hold the addresses of one version of the weights"),
     ("external_cuda_graph", "--external-cuda-graph", "graphs hold the addresses of one version of the weights"),
     ("mtp_num_layers", "--mtp-num-layers", "its layers share embeddings with the first stage"),
+    ("moe_paged_stash", "--moe-paged-stash", "it is emptied in every step, with forwards in flight"),
 )
+
+# Options of TransformerConfig from 0.18 on: ranks among which a weight is spread while it is not used.
+WEIGHT_SHARDS = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
 
 DDP_OPTIONS = (
     ("overlap_param_gather", "--overlap-param-gather", "weights would be gathered after they are stashed"),
@@ -44,6 +48,8 @@ SCRIPT_OPTIONS = (
     ("log_straggler", "--log-straggler", "all stages would meet in every logged step"),
     ("adlr_autoresume", "--adlr-autoresume", "it stops stages at different updates"),
     ("save_dgrads_interval", "--save-dgrads-interval", "forwards of other steps are in flight"),
+    ("save_activations_interval", "--save-activations-interval", "forwards of other steps are in flight"),
+    ("save_tokens_per_expert_interval", "--save-tokens-per-expert-interval", "forwards of other steps are in flight"),
 )
 
 
@@ -73,6 +79,10 @@ def check_schedule(config: Any, model_chunks: list[torch.nn.Module]) -> None:
         for name, flag, why in options:
             if getattr(owner, name, None):
                 _refuse(flag, f"{why}; remove the flag")
+    if getattr(config, "use_layer_wise_distributed_optimizer", False):
+        _refuse("--use-distributed-optimizer", f"with --optimizer {config.optimizer} norms meet all stages; use --optimizer adam")
+    if any(getattr(get_model_config(model), name, 1) > 1 for name in WEIGHT_SHARDS):
+        _refuse("--tensor-parallel-num-weight-shards", "weights would be gathered after they are stashed; remove the flag")
     if getattr(get_model_config(model), "cuda_graph_impl", "none") != "none":
         _refuse("--cuda-graph-impl", "graphs hold the addresses of one version of the weights; remove the flag")
     if getattr(getattr(model, "ddp_config", None), "num_distributed_optimizer_instances", 1) > 1:

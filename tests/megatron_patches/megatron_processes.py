@@ -46,7 +46,8 @@ def _run(
 ) -> None:
     path = Path(out) / "jobs.json"
     path.write_text(json.dumps([{**dataclasses.asdict(job), "simulation": options.get(job.name, {})} for job in jobs]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
+    paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]  # where another Megatron may be
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, *map(str, command), str(path), str(out)]
     job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     missing = [path for path in expected if not path.exists()]
