@@ -43,17 +43,17 @@ def train(job: Job) -> dict[str, Any]:
 def _train(job: Job) -> dict[str, Any]:
     stage, replica = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
     config = transformer_config(job)
-    model = _model(job, config)
-    optimizer = _optimizer(job, config, model)
+    model = wrapped_model(job, config)
+    optimizer = built_optimizer(job, config, model)
     rates = scheduler(job, optimizer)
-    initial = _weights(job, model, stage)
+    initial = weights_of(job, model, stage)
 
     data = Microbatches(job, replica) if stage in (0, job.pp - 1) else None
     losses, evaluations, grad_norms = [], [], []
     for step in range(1, job.steps + 1):
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        losses += _forward_backward(job, model, data, forward_only=False)
+        losses += forward_backward(job, model, data, forward_only=False)
         updated, grad_norm, _ = optimizer.step()
         grad_norms.append(grad_norm)
         if updated:
@@ -71,14 +71,15 @@ def _train(job: Job) -> dict[str, Any]:
         "grad_norms": grad_norms,
         "drawn": data.next_index if data else 0,
         "initial": initial,
-        "weights": _weights(job, model, stage),
-        "main_weights": _weights(job, model, stage, _main_weight),
+        "weights": weights_of(job, model, stage),
+        "main_weights": weights_of(job, model, stage, main_weight),
         "gated": [name for name in initial if job.swiglu and "linear_fc1" in name],
-        "partitions": _weights(job, model, stage, lambda p: p.partition_dim if getattr(p, "tensor_model_parallel", False) else None),
+        "partitions": weights_of(job, model, stage, lambda p: p.partition_dim if getattr(p, "tensor_model_parallel", False) else None),
     }
 
 
-def _model(job: Job, config: TransformerConfig) -> nn.Module:
+def wrapped_model(job: Job, config: TransformerConfig) -> nn.Module:
+    """The stage of this rank, from the job's seed."""
     seed = job.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
@@ -94,7 +95,8 @@ def _model(job: Job, config: TransformerConfig) -> nn.Module:
     return megatron.core.distributed.DistributedDataParallel(config, ddp_config, model)
 
 
-def _optimizer(job: Job, config: TransformerConfig, model: nn.Module) -> Any:
+def built_optimizer(job: Job, config: TransformerConfig, model: nn.Module) -> Any:
+    """Megatron's optimizer of the job; what a schedule needs of both is put into the configuration."""
     optimizer = megatron.core.optimizer.get_megatron_optimizer(
         megatron.core.optimizer.OptimizerConfig(
             optimizer=job.optimizer,
@@ -120,14 +122,14 @@ def _evaluate(job: Job, model: nn.Module, data: Microbatches | None) -> list[flo
         model.disable_forward_pre_hook()
     model.eval()
     with torch.no_grad():
-        losses = _forward_backward(job, model, data, forward_only=True)
+        losses = forward_backward(job, model, data, forward_only=True)
     model.train()
     if job.gathers_late:
         model.enable_forward_pre_hook()
     return losses
 
 
-def _forward_backward(job: Job, model: nn.Module, data: Microbatches | None, forward_only: bool) -> list[float]:
+def forward_backward(job: Job, model: nn.Module, data: Microbatches | None, forward_only: bool) -> list[float]:
     """One call of the schedule; the mean loss on the last stage, nothing elsewhere."""
     reports = megatron.core.pipeline_parallel.get_forward_backward_func()(
         forward_step_func=lambda data, model: _forward_step(job, data, model),
@@ -154,12 +156,13 @@ def _forward_step(job: Job, data: Microbatches | None, model: nn.Module) -> tupl
     return model(*arguments(job, tokens), labels=labels), loss
 
 
-def _weights(job: Job, model: nn.Module, stage: int, of: Callable[[nn.Parameter], Any] = lambda p: p) -> dict[str, Any]:
+def weights_of(job: Job, model: nn.Module, stage: int, of: Callable[[nn.Parameter], Any] = lambda p: p) -> dict[str, Any]:
     """Something of each parameter, by name in the whole model; what is None is left out."""
     values = {global_name(name, stage * job.layers // job.pp): of(p) for name, p in model.named_parameters()}
     return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in values.items() if v is not None}
 
 
-def _main_weight(p: nn.Parameter) -> Tensor | None:
+def main_weight(p: nn.Parameter) -> Tensor | None:
+    """The float32 copy of a parameter, where this rank holds it whole."""
     main = getattr(p, "main_param", None)
     return main if main is not None and main.shape == p.shape else None

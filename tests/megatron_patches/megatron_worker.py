@@ -30,13 +30,13 @@ def main(path: str, out: str) -> None:
         folder = Path(out) / job.name
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(results, folder / f"rank_{dist.get_rank()}.pt")
-        _forget_groups()
+        forget_groups()
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may abort an interpreter that ends by itself
 
 
-def _forget_groups() -> None:
+def forget_groups() -> None:
     """Megatron forgets its groups without ending them: dozens for each job, with a socket for every pair of ranks."""
     dist.barrier()
     for group in list(dist.distributed_c10d._world.pg_map):
