@@ -1,4 +1,4 @@
-"""Versions of megatron-core belong to families; the newer one has BasisRotation in its registry of optimizers, which is stood in for here."""
+"""Versions of megatron-core belong to families; the newer one, which is stood in for here, has BasisRotation in its registry."""
 
 import argparse
 import dataclasses
