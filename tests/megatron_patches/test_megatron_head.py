@@ -48,8 +48,30 @@ def run(folder, config, processes, *arguments, code=0):
 
 
 def losses(said):
-    """(step, loss) of all steps, in order."""
+    """(step, loss) of all steps, in order; the second one after a start is Megatron's mean of two."""
     return [(int(step), float(loss)) for step, loss in re.findall(r"iteration +(\d+)/ +\d+ .*? lm loss: (\S+) ", said)]
+
+
+def norms(said):
+    """(step, gradient norm) of all steps, in order."""
+    return [(int(step), float(norm)) for step, norm in re.findall(r"iteration +(\d+)/ +\d+ .*? grad norm: (\S+) ", said)]
+
+
+def loss_at_end(said):
+    """Of the test set."""
+    return re.findall(r"on test set \| lm loss value: (\S+) ", said)
+
+
+def near(found, expected):
+    """Whether losses are the same but for the order in which sums are formed, and for whose Adam updates what is not rotated."""
+    return [step for step, _ in found] == [step for step, _ in expected] and all(
+        abs(a - b) < 1e-4 for (_, a), (_, b) in zip(found, expected)
+    )
+
+
+def same_end(said, resumed):
+    """Whether a job that was resumed after its second step went on as if nothing had been."""
+    return norms(resumed) == norms(said)[2:] and len(loss_at_end(said)) == 1 and loss_at_end(resumed) == loss_at_end(said)
 
 
 @pytest.fixture(scope="module")
@@ -63,25 +85,25 @@ def replaced(tmp_path_factory):
 @pytest.mark.parametrize("options", [[], BY_LAYERS], ids=["on all replicas", "by layers"])
 def test_the_registered_optimizer_is_the_same(tmp_path, replaced, options):
     said = run(tmp_path, ROTATES, 2, *BY_NAME, *options, "--save", tmp_path / "saved")
-    assert losses(said) == replaced and "rotated: 20" in said
+    assert near(losses(said), replaced) and "rotated: 16" in said
     resumed = run(tmp_path, ROTATES, 2, *BY_NAME, *options, "--load", tmp_path / "saved", "--ckpt-step", "2")
-    assert losses(resumed) == replaced[2:]
+    assert same_end(said, resumed)
 
 
 def test_the_registered_optimizer_beside_a_distributed_one(tmp_path, replaced):
     # No resuming: Megatron cannot load what its distributed optimizer saved of torch's Adam.
-    assert losses(run(tmp_path, ROTATES, 2, *BY_NAME, "--use-distributed-optimizer", "--save", tmp_path / "saved")) == replaced
+    assert near(losses(run(tmp_path, ROTATES, 2, *BY_NAME, "--use-distributed-optimizer", "--save", tmp_path / "saved")), replaced)
 
 
 def test_the_distributed_optimizer_is_the_same(tmp_path, replaced):
-    assert losses(run(tmp_path, ROTATES, 2, "--use-distributed-optimizer")) == replaced
+    assert near(losses(run(tmp_path, ROTATES, 2, "--use-distributed-optimizer")), replaced)
 
 
 def test_the_schedule_trains_evaluates_saves_and_resumes(tmp_path):
     said = run(tmp_path, ROTATES | ASYNC, 4, *STAGES, "--save", tmp_path / "saved")
     assert "pipeline schedule async_1f1b, 2 stages" in said and "validation loss at iteration 4 on test set" in said
     resumed = run(tmp_path, ROTATES | ASYNC, 4, *STAGES, "--load", tmp_path / "saved", "--ckpt-step", "2")
-    assert losses(said)[-1][1] < losses(said)[0][1] and losses(resumed) == losses(said)[2:]
+    assert losses(said)[-1][1] < losses(said)[0][1] and same_end(said, resumed)
 
 
 def test_the_schedule_refuses_the_distribution_by_layers(tmp_path):
