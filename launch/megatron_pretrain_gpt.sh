@@ -2,7 +2,7 @@
 # A small GPT with Megatron-LM's own pretrain_gpt.py, trained with basis rotation in a pipeline without flushes. Nothing of Megatron-LM
 # is edited. Arguments are passed on to pretrain_gpt.py and win over those below.
 #
-#   MEGATRON_PATH  a checkout of Megatron-LM, core_v0.16.x (required)
+#   MEGATRON_PATH  a checkout of Megatron-LM, core 0.16, or 0.18 and newer (required)
 #   CONFIG         the file that chooses optimizer and schedule (default: megatron_config/basis_rotation.json beside this script)
 #   GPUS           processes on this machine (default: all GPUs; PIPELINE of them or a multiple)
 #   PIPELINE       pipeline stages (default: 2)

@@ -98,7 +98,7 @@ def pipeline_options(block: Mapping[str, Any] | None, others: Sequence[str] = ()
     if ours and "schedule" not in ours:
         raise ConfigError(f'pipeline.{next(iter(ours))}: has no effect without "schedule": "async_1f1b"; add that, or remove the key')
     try:
-        return PipelineOptions(**ours)
+        options = PipelineOptions(**ours)
     except ValidationError as error:
         first = error.errors()[0]
         key, value = str(first["loc"][0]), first["input"]
@@ -106,6 +106,14 @@ def pipeline_options(block: Mapping[str, Any] | None, others: Sequence[str] = ()
         valid = expected if expected else VALID_VALUES.get(key, "true or false")
         hint = f"; {closest(value, expected.replace(chr(39), '').split(' or '))}" if expected and isinstance(value, str) else ""
         raise ConfigError(f"pipeline.{key}: must be {valid}, got {value!r}{hint}") from None
+    idle = next((key for key in ours if key not in ("schedule", "weight_stashing") and getattr(options, key) != _default(key)), None)
+    if idle is not None and not options.asynchronous:
+        raise ConfigError(f'pipeline.{idle}: has no effect with "schedule": "1f1b"; choose "async_1f1b", or remove the key')
+    return options
+
+
+def _default(key: str) -> Any:
+    return PipelineOptions.model_fields[key].default
 
 
 def is_basis_rotation(optimizer_type: Any) -> bool:

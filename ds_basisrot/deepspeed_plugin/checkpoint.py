@@ -84,31 +84,41 @@ def load(pipeline: Any, checkpoint_path: str) -> None:
     """Restore what `save` wrote beside DeepSpeed's file `checkpoint_path`."""
     engine = pipeline.engine
     folder = checkpoint_path if os.path.isdir(checkpoint_path) else os.path.dirname(checkpoint_path)
-    path = _path(engine, folder)
     pipeline.trained = engine.global_steps * engine.micro_batches
     pipeline.feeds.restore([])
-    _load_tied(pipeline, folder)
-    if not os.path.exists(path):
-        log(f"{folder} was not saved by this schedule on this many replicas; random states start anew")
+    saved_replicas = _load_of_stage(pipeline, folder)
+    if saved_replicas != engine.dp_world_size:
+        by = (
+            "not saved by this schedule"
+            if saved_replicas is None
+            else f"saved on {saved_replicas} replicas, here are {engine.dp_world_size}"
+        )
+        log(f"{folder} was {by}; random states and data that was read ahead start anew")
         return
-    with safe_open(path, framework="pt") as file:
+    with safe_open(_path(engine, folder), framework="pt") as file:
         about = json.loads(file.metadata()["async_pipeline"])
         torch.set_rng_state(file.get_tensor("cpu_rng_state"))
         if "device_rng_state" in file.keys() and engine.device.type == "cuda":
             torch.cuda.set_rng_state(file.get_tensor("device_rng_state"), engine.device)
-        if "norms" in file.keys():
-            pipeline.norms.known.copy_(file.get_tensor("norms"))
-        if about.get("replicas", engine.dp_world_size) == engine.dp_world_size:  # which share the data in another way otherwise
-            pipeline.feeds.restore(from_tensors(about.get("read_ahead", []), lambda name: file.get_tensor(name).to(engine.device)))
-        engine.module.micro_offset = about["micro_offset"]
-        pipeline.trained = about["microbatches_trained"]
+        pipeline.feeds.restore(from_tensors(about.get("read_ahead", []), lambda name: file.get_tensor(name).to(engine.device)))
 
 
-def _load_tied(pipeline: Any, folder: str) -> None:
-    """The gradients of tied weights that were on their way, from the file of the stage's first replica."""
-    path = _path(pipeline.engine, folder, replica=0)
+def _load_of_stage(pipeline: Any, folder: str) -> int | None:
+    """What all replicas of a stage must have in common, from the file of its first one.
+
+    Returns:
+        How many replicas saved it; None: there is no such file.
+    """
+    engine, path = pipeline.engine, _path(pipeline.engine, folder, replica=0)
     if not os.path.exists(path):
         pipeline.tied.restore([], None)
-        return
+        pipeline.norms.known.zero_()
+        return None
     with safe_open(path, framework="pt") as file:
+        about = json.loads(file.metadata()["async_pipeline"])
         pipeline.tied.restore(list(file.keys()), file.get_tensor)
+        if "norms" in file.keys():
+            pipeline.norms.known.copy_(file.get_tensor("norms"))
+        engine.module.micro_offset = about["micro_offset"]
+        pipeline.trained = about["microbatches_trained"]
+    return about.get("replicas", engine.dp_world_size)

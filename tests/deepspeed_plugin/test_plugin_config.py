@@ -123,6 +123,10 @@ def test_deepspeed_s_own_pipeline_keys_and_strangers_are_left_alone():
         ({**asynchronous(weight_prediction=True), "bf16": {"enabled": True}}, "pipeline.weight_prediction: needs whole float32"),
         ({**asynchronous(weight_prediction=True), "optimizer": {"type": "NAdam"}}, "needs Adam, AdamW or BasisRotation, got 'nadam'"),
         ({**asynchronous(), "wall_clock_breakdown": True}, "wall_clock_breakdown: DeepSpeed 0.19's pipelines fail with it"),
+        (
+            {"pipeline": {"schedule": "1f1b", "weight_prediction": True}},
+            'pipeline.weight_prediction: has no effect with "schedule": "1f1b"; choose "async_1f1b", or remove the key',
+        ),
         ({"pipeline": {"weight_prediction": True}}, 'pipeline.weight_prediction: has no effect without "schedule": "async_1f1b"'),
         ({"optimizer": "BasisRotation"}, "optimizer: must be an object {...}, got 'BasisRotation'"),
         ({"optimizer": {"type": "BasisRotation", "params": [1]}}, "optimizer.params: must be an object {...}, got [1]"),
