@@ -21,7 +21,7 @@ CLOSE = [
     Job("split", tp=2, swiglu=True, query_groups=2),
 ]
 JOBS = [*EXACT, *CLOSE]
-ALWAYS = ("halves", "sharded", "experts", "tied")
+ALWAYS = ("halves", "tied")
 
 
 def cases(jobs):
