@@ -13,10 +13,12 @@ from megatron.core.utils import get_model_config, get_model_type
 from torch import Tensor
 
 from ds_basisrot.common.blocks import ConfigError, PipelineOptions
+from ds_basisrot.common.log import log
 from ds_basisrot.pipeline.actions import open_trace, run
 from ds_basisrot.pipeline.channels import Lanes
 from ds_basisrot.pipeline.lagged_norms import LaggedNorms
 from ds_basisrot.pipeline.schedule import AsyncSchedule, Kind, staleness
+from ds_basisrot.pipeline.stash import stash_versions
 from ds_basisrot.pipeline.stop_requests import StopRequests
 from ds_basisrot.pipeline.transport import Transport
 from ds_basisrot.pipeline.weight_versions import WeightVersions
@@ -52,14 +54,16 @@ class AsyncPipeline:
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self.stage, self.stages = self._group.rank(), self._group.size()
         self.staleness = staleness(self.stage, self.stages)
+        # Of the ranks of a stage, tensor-parallel ones included.
+        self._replica = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True).rank()
         device = next(model.parameters()).device
         pipelines = _all_pipelines(self._group)
         lanes = Lanes(pipelines, self._group, control_apart=device.type != "cpu")
         self._transport = Transport(lanes, self.staleness, device, activation_fields=self.stages, gradient_fields=LOSS_FIELDS + self.stages)
-        stashing = options.weight_stashing and self.staleness > 0
+        self._stashing = options.weight_stashing and self.staleness > 0
         self.stop = StopRequests(self.stages)
         self._learning = [p for p in model.parameters() if p.requires_grad]
-        self.versions = WeightVersions(self._learning, stashing)
+        self.versions = WeightVersions(self._learning, self._stashing)
         self.tied: TiedEmbeddings | None = None
         if are_tied(model):
             self.tied = TiedEmbeddings(model, pipelines, self._group, norms)
@@ -67,7 +71,7 @@ class AsyncPipeline:
         self._trace = None
         if options.trace is not None:
             try:
-                self._trace = open_trace(options.trace, self.stage, parallel_state.get_data_parallel_rank())
+                self._trace = open_trace(options.trace, self.stage, self._replica)
             except ValueError as error:
                 raise ConfigError(str(error)) from None
         self._model_type = (get_model_type(model),) if names.family().backward_takes_model_type else ()
@@ -117,7 +121,9 @@ class AsyncPipeline:
             raise RuntimeError("parameters were frozen while microbatches are in flight; call megatron_patches.drain() on all ranks before")
         if self._filled and microbatches != self._accumulation:
             self.drain()
-        self._accumulation = microbatches
+        if microbatches != self._accumulation:
+            self._accumulation = microbatches
+            self._say_memory()
         if self.stage == 0 and self.listens:
             self.stop.agreed = stopping.hear_replicas(self.stop.wanted)
             self.stop.decide(self.updates, microbatches)
@@ -140,6 +146,11 @@ class AsyncPipeline:
         self.updates += 1
         _stop_timer(config, "forward-backward")
         return self._call.reports
+
+    def _say_memory(self) -> None:
+        versions, size = stash_versions(self.stage, self.stages, self._accumulation), self.versions.weight_bytes
+        if self._stashing and self._replica == 0:
+            log(f"stage {self.stage}: weight stash: {versions} versions of {size} bytes, {versions * size} bytes", rank=dist.get_rank())
 
     def drain(self) -> None:
         """Drop the forwards in flight, on all stages; their data is kept and forwarded again with newer weights."""
