@@ -155,7 +155,9 @@ def run(case, out):
         "trained": pipeline.trained if pipeline else 0,
     }
     torch.save(result, os.path.join(folder, f"rank_{dist.get_rank()}.pt"))
+    if pipeline:
+        engine.drain()  # nothing may be in flight in groups that end
 
 
 if __name__ == "__main__":
-    worker.main(run)
+    worker.main(run, forgets_groups=True)
