@@ -21,24 +21,19 @@ CLOSE = [
     Job("split", tp=2, swiglu=True, query_groups=2),
 ]
 JOBS = [*EXACT, *CLOSE]
-ALWAYS = ("halves", "tied")
 
-
-def cases(jobs):
-    """Jobs as parameters; those that are not in ALWAYS run with --full."""
-    return [pytest.param(job, id=job.name, marks=[] if job.name in ALWAYS else pytest.mark.full) for job in jobs]
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
-def out(request, tmp_path_factory):
+def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron_jobs")
-    jobs = JOBS if request.config.getoption("--full") else [job for job in JOBS if job.name in ALWAYS]
-    run_jobs(jobs, folder)
-    run_simulations(jobs, folder, {job.name: {"delayed": False} for job in jobs})
+    run_jobs(JOBS, folder)
+    run_simulations(JOBS, folder, {job.name: {"delayed": False} for job in JOBS})
     return folder
 
 
-@pytest.mark.parametrize("job", cases(EXACT))
+@pytest.mark.parametrize("job", EXACT, ids=lambda job: job.name)
 def test_a_pipeline_with_flushes_trains_bit_for_bit_as_one_process(out, job):
     results, simulated = load(out, job.name), torch.load(out / job.name / "simulated.pt")
     assert largest_difference(results, simulated["weights"]) == 0
@@ -48,14 +43,14 @@ def test_a_pipeline_with_flushes_trains_bit_for_bit_as_one_process(out, job):
     assert mean_over_replicas(results, "evaluations") == pytest.approx(simulated["evaluations"], abs=1e-6)
 
 
-@pytest.mark.parametrize("job", cases(CLOSE))
+@pytest.mark.parametrize("job", CLOSE, ids=lambda job: job.name)
 def test_other_orders_of_summation_stay_close(out, job):
     results, simulated = load(out, job.name), torch.load(out / job.name / "simulated.pt")
     assert largest_difference(results, simulated["weights"]) < 1e-3 * largest_movement(results)
     assert mean_over_replicas(results) == pytest.approx(simulated["losses"], abs=1e-5)
 
 
-@pytest.mark.parametrize("job", cases(JOBS))
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 def test_a_job_learns(out, job):
     losses = mean_over_replicas(load(out, job.name))
     assert losses[-1] < losses[0] - 0.3
