@@ -25,14 +25,13 @@ from ds_basisrot.optim.routing import describe, pattern_matches
 from ds_basisrot.sharding.optimizer import ShardedBasisRotation
 
 from . import registry, statistics
+from .config import TP_MODES
 from .matrices import Matrices, matrices_of
 from .optimizer_names import check, check_attributes
 from .placement import Lot, cuts_by_cost, cuts_of_buckets, cuts_of_owners
 from .refusals import WEIGHT_SHARDS
 from .sharded import InnerBasisRotation, Share
 from .sharers import Groups, place_in
-
-TP_MODES = ("blockwise", "exact")
 
 # The JSON's parameter -> how Megatron's configuration has it.
 MEGATRONS_OWN: dict[str, Callable[[OptimizerConfig], Any]] = {
