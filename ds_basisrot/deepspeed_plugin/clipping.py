@@ -40,12 +40,17 @@ class Clipping:
     def _total(self, own: Tensor) -> Tensor:
         return self._norms.total(own, self._engine.gradient_clipping())
 
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """Of all gradients, which are on one device: bitwise torch's get_total_norm, without its sorting by device and dtype."""
+        if not gradients:
+            return torch.zeros((), device=self._engine.device)
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+
     def _clip(self) -> None:
         with_gradient = [p for p in self.parameters if p.grad is not None]
         counted = [p.grad for p in with_gradient if not getattr(p, "ds_pipe_replicated", False)]
-        own = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=self._engine.device)
-        self._engine._global_grad_norm = self._total(own)
-        if with_gradient:
+        self._engine._global_grad_norm = self._total(self._norm(counted))
+        if with_gradient and self._norms.clips:
             torch._foreach_mul_([p.grad for p in with_gradient], self._norms.factor)
 
     def _one_gradient_of_that_norm(self, get_grads_for_norm: Any) -> Any:
@@ -55,8 +60,7 @@ class Clipping:
             if for_clipping:
                 return get_grads_for_norm(for_clipping=True)
             gradients, of_experts = get_grads_for_norm()
-            own = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self._engine.device)
-            return [self._total(own.float()).reshape(1)], of_experts
+            return [self._total(self._norm(gradients).float()).reshape(1)], of_experts
 
         return get
 

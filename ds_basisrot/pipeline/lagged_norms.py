@@ -1,5 +1,7 @@
 """Gradient norms of an asynchronous pipeline: each stage's own is current, the others' last known ones ride on the messages."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,25 +25,48 @@ class LaggedNorms:
         self.known = self.fields[1:]
         self.factor = torch.ones((), device=device)
         """What the gradients of the last update were multiplied by."""
+        self.clips = True
+        """Of the last update; False where the host knows that the factor is one."""
+        self._on_host = self.known.device.type == "cpu"
         self._mine = torch.arange(stages, device=device) == stage
+        self._earlier, self._later = self.known[:stage], self.known[stage + 1 :]
 
     def from_previous(self, norms: Tensor) -> None:
         """Take in what came with an activation, `[stages]`: the earlier stages' norms are newer there."""
         if self._lagged:
-            self.known[: self._stage] = norms[: self._stage]
+            self._earlier.copy_(norms[: self._stage])
 
     def from_next(self, norms: Tensor) -> None:
         """Take in what came with a gradient, `[stages]`: the later stages' norms are newer there."""
         if self._lagged:
-            self.known[self._stage + 1 :] = norms[self._stage + 1 :]
+            self._later.copy_(norms[self._stage + 1 :])
 
     def total(self, own: Tensor, largest: float) -> Tensor:
         """The norm to clip by, of this stage's own in this update; not finite where that is not. `factor` clips it to `largest`, > 0."""
+        return self._total_on_host(own.item(), largest) if self._on_host else self._total_on_device(own, largest)
+
+    def _total_on_device(self, own: Tensor, largest: float) -> Tensor:
         total = own
         if self._lagged:
             norms = torch.where(self._mine, own, self.known)
             total = torch.linalg.vector_norm(norms)
-            torch.where(norms.isfinite(), norms, self.known, out=self.known)
+            torch.where(norms < math.inf, norms, self.known, out=self.known)
         if largest > 0:
             self.factor = (largest / (total + STABILIZER)).clamp(max=1.0)
         return total
+
+    def _total_on_host(self, own: float, largest: float) -> Tensor:
+        """In numbers: a dozen operations on tensors of a few bytes take longer than all else in a small update."""
+        total = own
+        if self._lagged:
+            norms = self.known.tolist()
+            norms[self._stage] = own
+            total = math.sqrt(sum(norm * norm for norm in norms))
+            if math.isfinite(own):
+                self.known[self._stage] = own
+        rounded = torch.tensor(total)
+        if largest > 0:
+            factor = largest / (rounded.item() + STABILIZER)
+            self.clips = not factor >= 1.0
+            self.factor = torch.tensor(factor if self.clips else 1.0)
+        return rounded

@@ -21,7 +21,7 @@ class ClipHistory:
 
     Attributes:
         norms: `[stage][update]`, each stage's norm over its own gradients before clipping, as it was, finite or not.
-        factors: `[stage][update]`, what the stage's gradients were multiplied by: min(1, max_norm / (N + 1e-6)) in float32.
+        factors: `[stage][update]`, what the stage's gradients were multiplied by: min(1, max_norm / (N + 1e-6)), rounded to float32.
     """
 
     def __init__(self, stages: int, max_norm: float, scope: str):
@@ -41,8 +41,10 @@ class ClipHistory:
         own = [torch.nn.utils.get_total_norm(each) for each in gradients]
         for k, each in enumerate(gradients):
             norm = own[k] if self.scope == "stage" else self._lagged_norm(k, own[k], heard[k])
-            factor = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0) if self.max_norm > 0 else torch.ones(())
-            self.factors[k].append(factor.float())
+            factor = torch.ones(())
+            if self.max_norm > 0:
+                factor = torch.clamp(torch.tensor(self.max_norm, dtype=torch.float64) / (norm.float().double() + 1e-6), max=1.0).float()
+            self.factors[k].append(factor)
             if self.max_norm > 0:
                 for gradient in each:
                     gradient.mul_(factor)
@@ -51,7 +53,7 @@ class ClipHistory:
 
     def _lagged_norm(self, stage: int, own: Tensor, heard: Sequence[int]) -> Tensor:
         parts = [own if j == stage else last_finite(norms[: heard[j]]) for j, norms in enumerate(self.norms)]
-        return torch.linalg.vector_norm(torch.stack([part.to(own.device, torch.float32) for part in parts]))
+        return torch.linalg.vector_norm(torch.stack([part.to(own.device, torch.float64) for part in parts])).float()
 
 
 def last_finite(norms: Sequence[Tensor]) -> Tensor:

@@ -101,17 +101,19 @@ class Format:
     """
 
     def __init__(self, fields: int, specs: tuple[tuple[torch.dtype, tuple[int, ...]], ...]):
-        self._places: list[tuple[int, int, torch.dtype, tuple[int, ...]]] = []
+        self._places: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
         position = 0
         for dtype, shape in ((torch.int64, (CONTROL_NUMBERS,)), (torch.float32, (fields,)), *specs):
-            length = dtype.itemsize * torch.Size(shape).numel()
-            self._places.append((position, position + length, dtype, shape))
-            position += -(-length // ALIGNMENT) * ALIGNMENT
+            strides = tuple(torch.Size(shape[place + 1 :]).numel() for place in range(len(shape)))
+            self._places.append((dtype, shape, strides, position // dtype.itemsize))
+            position += -(-dtype.itemsize * torch.Size(shape).numel() // ALIGNMENT) * ALIGNMENT
+        self._dtypes = {dtype for dtype, *_ in self._places}
         self.bytes = position
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """(control, fields, tensors...) in a buffer of `self.bytes` bytes."""
-        return [buffer[start:stop].view(dtype).view(shape) for start, stop, dtype, shape in self._places]
+        typed = {dtype: buffer.view(dtype) for dtype in self._dtypes}
+        return [torch.as_strided(typed[dtype], shape, strides, offset) for dtype, shape, strides, offset in self._places]
 
 
 def pack(views: list[Tensor], control: Control | None, fields: Tensor | None, tensors: list[Tensor]) -> None:

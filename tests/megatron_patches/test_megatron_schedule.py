@@ -37,7 +37,8 @@ EXACT = [
 CLOSE = [  # a norm is a sum in another order
     Job("clipped", pp=2, microbatches=1, steps=10, clip=0.5, basisrot=ASYNC),
     Job("clipped_by_stage", pp=2, microbatches=1, steps=10, clip=0.5, basisrot=BY_STAGE),
-    Job("tied_clipped_bf16", pp=2, microbatches=1, steps=10, tied=True, clip=0.5, bf16=True, basisrot=ASYNC),
+    # without biases: a key's cancels in the softmax, its gradient is rounding noise, which Adam makes full steps of
+    Job("tied_clipped_bf16", pp=2, microbatches=1, steps=10, tied=True, clip=0.5, bf16=True, swiglu=True, basisrot=ASYNC),
     Job("four_clipped", pp=4, microbatches=1, steps=10, clip=0.5, basisrot=ASYNC),
     Job("four_tied_clipped", pp=4, microbatches=2, steps=10, tied=True, clip=0.5, basisrot=ASYNC),
     Job("tied_sharded_clipped", pp=2, dp=2, microbatches=2, tied=True, clip=0.5, distributed_optimizer=True, basisrot=ASYNC),
