@@ -79,6 +79,7 @@ def run(case, out):
         "global_steps": engine.global_steps,
     }
     torch.save(result, os.path.join(folder, f"rank_{dist.get_rank()}.pt"))
+    engine.drain()
 
 
 if __name__ == "__main__":

@@ -160,4 +160,4 @@ def run(case, out):
 
 
 if __name__ == "__main__":
-    worker.main(run, forgets_groups=True)
+    worker.main(run)

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from data_scripts import expected
-from processes import HERE, torchrun
+from processes import HERE, run_job
 from simulate import largest_difference
 
 MAX_DIFFERENCE = 1e-6
@@ -180,6 +180,6 @@ def test_first_and_last_stage_that_disagree_end_the_job_with_the_reason(tmp_path
     path = tmp_path / "cases.json"
     path.write_text(json.dumps([{**case, "stages": 3}]))
     start = time.monotonic()
-    job = torchrun(3, HERE / WORKER, path, tmp_path)
+    job = run_job(3, HERE / WORKER, path, tmp_path)
     assert job.returncode != 0 and time.monotonic() - start < 60
     assert "give both the same microbatches" in job.stderr or "both must give the same microbatches" in job.stderr

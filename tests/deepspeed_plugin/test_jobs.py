@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from models import BATCH, OPTIMIZERS, WIDTH, blocks, microbatch
-from processes import HERE, run_cases, torchrun
+from processes import HERE, run_cases, run_job
 from simulate import load
 
 from ds_basisrot import BasisRotation, param_groups
@@ -216,6 +216,6 @@ def test_stages_log_how_they_share_the_refreshes_and_follow_the_batch_size(resul
 )
 def test_a_job_that_cannot_go_on_ends_at_once_with_the_reason(fault, message):
     start = time.monotonic()
-    job = torchrun(2, HERE / "faulty_job.py", fault)
+    job = run_job(2, HERE / "faulty_job.py", fault)
     assert job.returncode != 0 and time.monotonic() - start < 60
     assert message in job.stderr + job.stdout

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from processes import HERE, torchrun
+from processes import HERE, run_job
 
 from ds_basisrot.pipeline.stop_requests import NEVER, StopRequests
 
@@ -18,7 +18,7 @@ from ds_basisrot.pipeline.stop_requests import NEVER, StopRequests
     ],
 )
 def test_all_ranks_stop_after_the_same_update_and_save(tmp_path, ranks, stages, schedule, gas):
-    job = torchrun(4, HERE / "stopping_job.py", tmp_path, json.dumps(ranks), stages, schedule, gas)
+    job = run_job(4, HERE / "stopping_job.py", tmp_path, json.dumps(ranks), stages, schedule, gas)
     assert job.returncode == 0, job.stderr[-3000:]
     last = {torch.load(path)["last"] for path in tmp_path.glob("rank_*.pt")}
     assert len(last) == 1 and None not in last

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import simulated_saves
 import torch
-from processes import HERE, run_cases, torchrun
+from processes import HERE, run_cases, run_job
 from simulated_saves import Job, TorchCheckpointEngine, leftovers
 
 from ds_basisrot.deepspeed_plugin import checkpoint_folders, whole_checkpoints
@@ -195,7 +195,7 @@ def kill(out, name, stop):
     (out / name).mkdir()
     path = out / name / "cases.json"
     path.write_text(json.dumps([{"name": "killed", "stage": 1, "steps": [*SAVED, ["save", "checkpoint", "a", None, stop]]}]))
-    return torchrun(2, HERE / "whole_worker.py", path, out / name).returncode != 0
+    return run_job(2, HERE / "whole_worker.py", path, out / name).returncode != 0
 
 
 def check_loads(out, names):

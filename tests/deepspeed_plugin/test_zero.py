@@ -3,7 +3,7 @@
 import pytest
 import torch
 from zero_cases import LONG, SHORT
-from zero_results import bitwise, distance, run_job
+from zero_results import bitwise, distance, run_zero
 
 MAX_DISTANCE = 1e-2  # relative to the movement; measured: at most 1e-4
 WRAPPERS = {
@@ -23,24 +23,24 @@ def compared(jobs):
     return pytest.mark.parametrize("processes, case", pairs, ids=lambda value: value["name"] if isinstance(value, dict) else str(value))
 
 
-def run_jobs(jobs, out):
+def run_zeros(jobs, out):
     """Run them; returns what loads the results of a case on so many processes."""
     loaders = {}
     for processes, cases in jobs:
         folder = out / str(processes)
         folder.mkdir(exist_ok=True)
-        loaders[processes] = run_job(processes, cases, folder)
+        loaders[processes] = run_zero(processes, cases, folder)
     return lambda processes, name: loaders[processes](name)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run_jobs(SHORT, tmp_path_factory.mktemp("zero"))
+    return run_zeros(SHORT, tmp_path_factory.mktemp("zero"))
 
 
 @pytest.fixture(scope="module")
 def long_results(tmp_path_factory):
-    return run_jobs(LONG, tmp_path_factory.mktemp("zero_long"))
+    return run_zeros(LONG, tmp_path_factory.mktemp("zero_long"))
 
 
 def check(results, processes, case):

@@ -2,7 +2,7 @@
 
 import pytest
 from zero_cases import TINY, cases
-from zero_results import bitwise, distance, run_job
+from zero_results import bitwise, distance, run_zero
 
 RANKS = 4
 HUGE = {"3": ["blocks.1.out.weight", 1e17]}  # finite, so that DeepSpeed lets it through
@@ -17,7 +17,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run_job(RANKS, CASES, tmp_path_factory.mktemp("accelerator"), "accelerator_worker.py")
+    return run_zero(RANKS, CASES, tmp_path_factory.mktemp("accelerator"), "accelerator_worker.py")
 
 
 def test_an_update_is_skipped_whoever_s_host_knows(results):

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from zero_cases import FP32_SUMS, cases
-from zero_results import bitwise, distance, run_job
+from zero_results import bitwise, distance, run_zero
 
 MAX_DISTANCE = 1e-2  # relative to the movement; measured: at most 1e-4
 RANKS = 4
@@ -45,12 +45,12 @@ LONG = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run_job(RANKS, CASES, tmp_path_factory.mktemp("experts"))
+    return run_zero(RANKS, CASES, tmp_path_factory.mktemp("experts"))
 
 
 @pytest.fixture(scope="module")
 def long_results(tmp_path_factory):
-    return {ranks: run_job(ranks, LONG, tmp_path_factory.mktemp(f"experts_{ranks}")) for ranks in (2, RANKS)}
+    return {ranks: run_zero(ranks, LONG, tmp_path_factory.mktemp(f"experts_{ranks}")) for ranks in (2, RANKS)}
 
 
 def whole(ranks):

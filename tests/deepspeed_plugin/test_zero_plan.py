@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from processes import HERE, torchrun
+from processes import HERE, run_job
 
 from ds_basisrot.cli import main
 
@@ -24,7 +24,7 @@ def planned(stage, ranks, folder, monkeypatch):
 def job(request, tmp_path_factory):
     """(ranks, by rank what it kept and exchanged for each ZeRO stage) of one job."""
     out = tmp_path_factory.mktemp(f"plan{request.param}")
-    done = torchrun(request.param, HERE / "zero_plan_worker.py", out)
+    done = run_job(request.param, HERE / "zero_plan_worker.py", out)
     assert len(os.listdir(out)) == request.param, done.stderr[-3000:]
     return request.param, [torch.load(out / f"rank_{rank}.pt") for rank in range(request.param)]
 

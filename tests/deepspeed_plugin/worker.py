@@ -8,15 +8,15 @@ import sys
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups
 
 
-def main(run, limit_s=240, forgets_groups=False):
+def main(run, limit_s=240):
     """Run the cases of the file that the first argument names, in one process group; results go to the folder of the second.
 
     Args:
-        run: (case, folder of all results) -> None.
+        run: (case, folder of all results) -> None. Nothing may be in flight when it returns: process groups end with each case.
         limit_s: a case that takes longer ends the job with tracebacks.
-        forgets_groups: whether process groups end with each case; nothing may be in flight in them then.
     """
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # no C++ build at start
@@ -29,8 +29,7 @@ def main(run, limit_s=240, forgets_groups=False):
             _run_refused(run, case, sys.argv[2])
         else:
             run(case, sys.argv[2])
-            if forgets_groups:
-                _forget_groups()
+            _forget_groups()
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
@@ -42,6 +41,11 @@ def _forget_groups():
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             deepspeed.comm.destroy_process_group(group)
+    for name, value in vars(groups).items():  # which keep groups for the next engine
+        if isinstance(value, dist.ProcessGroup):
+            setattr(groups, name, None)
+        elif name.endswith(("_GROUP", "_GROUP_RANKS")) and isinstance(value, dict):
+            value.clear()
 
 
 def _run_refused(run, case, out):

@@ -4,7 +4,7 @@ import torch
 from processes import run_cases
 
 
-def run_job(processes, cases, out, worker="zero_worker.py"):
+def run_zero(processes, cases, out, worker="zero_worker.py"):
     """Run cases in one job; returns what loads a case's results, a list in the order of the ranks."""
     run_cases(processes, cases, out, worker)
     return lambda name: [torch.load(out / name / f"rank_{rank}.pt") for rank in range(processes)]

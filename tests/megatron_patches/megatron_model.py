@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -59,8 +60,8 @@ def gpt(job: Job, config: TransformerConfig, first: bool, last: bool) -> GPTMode
 
 
 def part_of_model(job: Job, part: int, parts: int) -> GPTModel:
-    """Stage `part` of `parts` in a process that is no stage of any pipeline: a model of its layers only."""
-    alone = dataclasses.replace(job, layers=job.layers // parts, pp=1, tp=1)
+    """Stage `part` of `parts` in a process that is no stage of any pipeline: a model of its layers only, or this rank's shard of it."""
+    alone = dataclasses.replace(job, layers=job.layers // parts, pp=1, tp=parallel_state.get_tensor_model_parallel_world_size())
     return gpt(alone, transformer_config(alone), part == 0, part == parts - 1)
 
 

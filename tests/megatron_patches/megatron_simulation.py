@@ -1,6 +1,7 @@
 """Trains a job as delayed-gradient training in one process: what the asynchronous schedule must equal. Import cpu_cuda_shim first.
 
-`python megatron_simulation.py jobs.json OUT` simulates jobs whose real ranks left their results in OUT, and leaves OUT/<name>/simulated.pt.
+`megatron_simulation.py jobs.json OUT` simulates jobs whose real ranks left their results in OUT, and leaves OUT/<name>/simulated.pt. Run as
+several ranks, each of them simulates one tensor-parallel rank of all stages, and leaves OUT/<name>/simulated_<rank>.pt.
 """
 
 import json
@@ -123,7 +124,7 @@ def simulate(
     make_optimizer: Callable[[Job, nn.Module], torch.optim.Optimizer] = optimizer_of,
     cut_after: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """The job in this process, from the initial weights of its ranks and without tensor parallelism.
+    """The job in this process, from the initial weights of its ranks and without tensor parallelism, or as one rank of it.
 
     Args:
         job: what to train.
@@ -135,6 +136,8 @@ def simulate(
     Returns:
         weights: by name in the whole model, float32, those that the optimizer updates; losses, evaluations: of each step or evaluation.
     """
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        results = [r for r in results if r["tp_rank"] == parallel_state.get_tensor_model_parallel_rank()]
     parts, given = (job.pp, whole_weights(results)) if delayed else (1, [{}])
     if not delayed:
         for weights in reversed(whole_weights(results)):  # of tied weights, the first stage's
@@ -191,13 +194,16 @@ def _evaluate(job: Job, stages: Sequence[nn.Module]) -> float:
 
 def main(path: str, out: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    parallel_state.initialize_model_parallel(ranks)
     model_parallel_cuda_manual_seed(1)
+    name = "simulated.pt" if ranks == 1 else f"simulated_{dist.get_rank()}.pt"
     for case in json.loads(Path(path).read_text()):
         options = case.pop("simulation", {})
         job = Job(**case)
-        torch.save(simulate(job, load(Path(out), job.name), **options), Path(out) / job.name / "simulated.pt")
+        torch.save(simulate(job, load(Path(out), job.name), **options), Path(out) / job.name / name)
+    dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may abort an interpreter that ends by itself
 

@@ -1,18 +1,14 @@
 """torch_dist checkpoints of real Megatron processes: a job that was loaded goes on bit for bit, also on other numbers of ranks."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron_processes import run_worker
 
 pytest.importorskip("megatron.core")
 
-HERE = Path(__file__).parent
 
 # Worlds one after another: each may load what those before it have saved.
 WORLDS = {
@@ -57,13 +53,10 @@ def results(request, tmp_path_factory):
     """Of each case, what its ranks found."""
     out = tmp_path_factory.mktemp("megatron_checkpoints")
     worlds = FULL_WORLDS if request.config.getoption("--full") else WORLDS
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
     found: dict[str, list[dict[str, Any]]] = {}
     for world, names in worlds.items():
         processes = int(world.split()[0])
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        command = [*launcher, str(HERE / "checkpoint_worker.py"), str(out), world, *names]
-        job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        job = run_worker(processes, "checkpoint_worker.py", out, world, *names, timeout=600)
         for name in names:
             paths = [out / f"{name}.{rank}.json" for rank in range(processes)]
             missing = [path.name for path in paths if not path.exists()]

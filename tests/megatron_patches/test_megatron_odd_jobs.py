@@ -1,22 +1,14 @@
 """What a script may do in mid-run: it goes on as it should, or says what to do; no stage waits for another in a step."""
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-HERE = Path(__file__).parent
+from megatron_processes import run_worker
 
 
 def run(out, processes):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
-    command = [sys.executable, *launcher, str(HERE / "odd_jobs_worker.py"), str(out)]
-    job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    job = run_worker(processes, "odd_jobs_worker.py", out)
     assert job.returncode == 0, f"{job.stdout[-3000:]}\n{job.stderr[-6000:]}"
 
 

@@ -34,6 +34,10 @@ EXACT = [
     Job("rotated_replicas", pp=2, dp=2, microbatches=2, steps=8, basisrot=ROTATED),
     Job("rotated_sharded", pp=2, dp=2, bf16=True, microbatches=2, steps=8, distributed_optimizer=True, basisrot=ROTATED),
 ]
+SPLIT = [  # over tensor-parallel ranks, and so is their simulation
+    Job("split", pp=2, tp=2, swiglu=True, query_groups=2, basisrot=ASYNC),
+    Job("split_rotated_bf16", pp=2, tp=2, microbatches=1, steps=8, bf16=True, basisrot=ROTATED),
+]
 CLOSE = [  # a norm is a sum in another order
     Job("clipped", pp=2, microbatches=1, steps=10, clip=0.5, basisrot=ASYNC),
     Job("clipped_by_stage", pp=2, microbatches=1, steps=10, clip=0.5, basisrot=BY_STAGE),
@@ -44,10 +48,10 @@ CLOSE = [  # a norm is a sum in another order
     Job("tied_sharded_clipped", pp=2, dp=2, microbatches=2, tied=True, clip=0.5, distributed_optimizer=True, basisrot=ASYNC),
     Job("tensor_parallel", pp=2, tp=2, swiglu=True, query_groups=2, clip=0.5, basisrot=ASYNC),
 ]
-JOBS = [*EXACT, *CLOSE]
+JOBS = [*EXACT, *SPLIT, *CLOSE]
 ALWAYS = (
     "two", "no_stash_bf16", "rotated_bf16", "clipped", "tied_clipped_bf16",
-    "four_tied", "tied_sharded", "rotated_sharded", "tensor_parallel",
+    "four_tied", "tied_sharded", "rotated_sharded", "split_rotated_bf16",
 )  # fmt: skip
 
 
@@ -61,7 +65,8 @@ def out(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron_schedule")
     jobs = JOBS if request.config.getoption("--full") else [job for job in JOBS if job.name in ALWAYS]
     run_jobs(jobs, folder)
-    run_simulations(jobs, folder)
+    run_simulations([job for job in jobs if job not in SPLIT], folder)
+    run_simulations([job for job in jobs if job in SPLIT], folder, ranks=2)
     return folder
 
 
@@ -74,6 +79,16 @@ def test_bit_for_bit_as_simulated(out, job):
         assert largest_difference(results, simulated["weights"], "main_weights") == 0
     assert mean_over_replicas(results) == pytest.approx(simulated["losses"], abs=1e-6)
     assert mean_over_replicas(results, "evaluations") == pytest.approx(simulated["evaluations"], abs=1e-6)
+
+
+@pytest.mark.parametrize("job", cases(SPLIT))
+def test_bit_for_bit_as_simulated_by_tensor_parallel_ranks(out, job):
+    results = load(out, job.name)
+    assert largest_movement(results) > 1e-3
+    for rank in range(job.tp):
+        mine = [{**r, "partitions": {}} for r in results if r["tp_rank"] == rank]  # the simulation has the same shards
+        simulated = torch.load(out / job.name / f"simulated_{rank}.pt")["weights"]
+        assert largest_difference(mine, simulated, "main_weights" if job.bf16 else "weights") == 0
 
 
 @pytest.mark.parametrize("job", cases(CLOSE))

@@ -1,17 +1,13 @@
 """BasisRotation inside Megatron's optimizers equals a plain loop over the same matrices, however Megatron slices them."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from megatron_processes import run_worker
 
 pytest.importorskip("megatron.core")
 
-HERE = Path(__file__).parent
-PORT = int(os.environ.get("MEGATRON_OPTIMIZER_TEST_PORT", "29940"))
 
 # Processes -> cases of one world; those of four are in the long matrix.
 EQUAL_TO_A_PLAIN_LOOP = {
@@ -63,15 +59,7 @@ REFUSED = {
 
 def run(processes: int, folder: Path) -> list[dict]:
     names = [name for table in (EQUAL_TO_A_PLAIN_LOOP, RESUMES, SKIPS, OTHERS) for name in table[processes]]
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={PORT + processes}"]
-    paths = [str(HERE), str(HERE.parent), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [*command, str(HERE / "optimizer_worker.py"), str(folder), *names],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_worker(processes, "optimizer_worker.py", folder, *names)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(processes)]
 
