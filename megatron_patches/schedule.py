@@ -28,6 +28,8 @@ from . import names, stopping
 from .feed import Feed
 from .tied_embeddings import TiedEmbeddings, are_tied
 
+DATA_ENDED = "the data ended in the last step; stop training there, or pass an iterator that goes on"
+
 LOSS_FIELDS = 1  # of a gradient message before the norms; Megatron reports losses on the last stage alone, so it stays zero
 
 
@@ -117,6 +119,8 @@ class AsyncPipeline:
             On the last stage what the loss function reported of each microbatch, elsewhere an empty list.
         """
         self._choose_data(data_iterator)
+        if self._holes:
+            raise RuntimeError(DATA_ENDED)
         if self._filled and not all(p.requires_grad for p in self._learning):
             raise RuntimeError("parameters were frozen while microbatches are in flight; call megatron_patches.drain() on all ranks before")
         if self._filled and microbatches != self._accumulation:
@@ -237,7 +241,7 @@ class AsyncPipeline:
             self._holes.add(microbatch)
         if microbatch in self._holes:
             if needed:
-                raise RuntimeError("the data ended in the last step; stop training there, or pass an iterator that goes on")
+                raise RuntimeError(DATA_ENDED)
             return
         inputs = None if first else self._inputs[microbatch]
         with self.versions.forward(microbatch):

@@ -43,6 +43,7 @@ class Trainer:
         self.job, self.stage = job, parallel_state.get_pipeline_model_parallel_rank()
         self.replica = parallel_state.get_data_parallel_rank()
         self.first, self.last = self.stage == 0, self.stage == job.pp - 1
+        self.tensor_parallel = parallel_state.get_tensor_model_parallel_group()
         torch.manual_seed(job.seed + self.stage)
         model_parallel_cuda_manual_seed(job.seed + self.stage)
         self.config = transformer_config(job)
@@ -70,7 +71,12 @@ class Trainer:
         if job.overlap:
             self.config.no_sync_func = self.model.no_sync
             self.config.grad_sync_func = self.model.start_grad_sync if align else None
-        self.data: Iterator[Any] | None = Microbatches(job, self.replica) if self.first or self.last else None
+        self.data: Iterator[Any] | None = Microbatches(job, self.replica) if self.reads else None
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank has an iterator: the others of its stage get what it reads from it, as in Megatron's scripts."""
+        return (self.first or self.last) and self.tensor_parallel.rank() == 0
 
     @property
     def pipeline(self) -> Any:
@@ -107,8 +113,17 @@ class Trainer:
     def weights(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
+    def _shared(self, data: Iterator[Any] | None) -> tuple[Tensor, Tensor]:
+        """What one rank of the stage reads."""
+        if self.job.tp == 1:
+            return next(data)
+        empty = torch.empty(2, self.job.micro_batch_size, self.job.sequence, dtype=torch.long)
+        both = empty if data is None else torch.stack(next(data))
+        dist.broadcast(both, dist.get_global_rank(self.tensor_parallel, 0), group=self.tensor_parallel)
+        return both[0], both[1]
+
     def _forward(self, data: Any, model: Any) -> tuple[Tensor, Callable]:
-        tokens, labels = (None, None) if data is None else next(data)
+        tokens, labels = self._shared(data) if self.first or self.last else (None, None)
         job = self.job if tokens is None else dataclasses.replace(self.job, sequence=tokens.shape[1], micro_batch_size=tokens.shape[0])
 
         def loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -302,6 +317,15 @@ def data_that_end() -> dict[str, Any]:
     return {"losses": losses, "error": until_error(trainer.step) if trainer.first else None}
 
 
+def data_that_end_where_one_rank_reads() -> dict[str, Any]:
+    """The same with two ranks in each stage, of which one reads: both know."""
+    job = dataclasses.replace(PAIR, tp=2)
+    trainer = Trainer(job)
+    trainer.data = iter([microbatch(job, m, 0) for m in range(6)]) if trainer.reads else None
+    losses = [trainer.step() for _ in range(3)]
+    return {"losses": losses, "error": until_error(trainer.step) if trainer.first else None}
+
+
 def refused_everywhere() -> dict[str, Any]:
     """Every rank says the same, and goes on."""
     late = dataclasses.replace(SQUARE, overlap=True, distributed_optimizer=True)
@@ -325,4 +349,4 @@ PAIRS = (frozen_in_part, frozen_in_mid_run, recomputed_with_dropout, changed_by_
          another_iterator, applied_again, data_that_end)  # fmt: skip
 SQUARES = (collectives, collectives_sharded, collectives_overlapped, stops_at_the_last_stage_of_a_replica, stops_at_the_first_stage,
            stops_at_the_last_stage, stops_across_a_cut, grows, grows_with_cuts, plain, overlapped, overlapped_and_aligned,
-           evaluates_at_odd_moments, refused_everywhere)  # fmt: skip
+           evaluates_at_odd_moments, refused_everywhere, data_that_end_where_one_rank_reads)  # fmt: skip

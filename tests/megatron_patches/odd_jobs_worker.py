@@ -17,9 +17,10 @@ def main(out: str) -> None:
 
     import megatron_patches
 
-    for job in odd_jobs.PAIRS if dist.get_world_size() == 2 else odd_jobs.SQUARES:
+    jobs = odd_jobs.PAIRS if dist.get_world_size() == 2 else odd_jobs.SQUARES
+    for job in jobs:
         torch.save(job(), Path(out) / f"{job.__name__}_{dist.get_rank()}.pt")
-        if job is odd_jobs.PAIRS[-1]:
+        if job is jobs[-1]:
             break  # its pipeline does not go on
         megatron_patches.drain()
         dist.barrier()

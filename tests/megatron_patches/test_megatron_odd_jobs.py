@@ -126,4 +126,10 @@ def test_a_second_configuration_wants_a_cut(pair):
 
 def test_every_microbatch_of_data_that_end_is_trained(pair):
     first, last = results(pair, "data_that_end")
-    assert len(last["losses"]) == 3 and first["error"].startswith("StopIteration")
+    assert len(last["losses"]) == 3 and "the data ended" in first["error"]
+
+
+def test_all_ranks_of_a_stage_know_of_data_that_end_where_one_reads(square):
+    ranks = results(square, "data_that_end_where_one_rank_reads")
+    assert all("the data ended" in rank["error"] for rank in ranks[:2])
+    assert all(len(losses) == 2 for rank in ranks[2:] for losses in rank["losses"])
