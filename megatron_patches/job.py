@@ -213,7 +213,7 @@ class Job:
             refreshes.share(self._rotations, self._costs, num_microbatches)
             self._shared_for = num_microbatches
         left, trained = self.calls_left, self.pipeline.trained
-        self.pipeline.last = None if left is None else trained + left * num_microbatches - 1
+        self.pipeline.stage.last = None if left is None else trained + left * num_microbatches - 1
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         return self.pipeline.train(forward_step_func, iterator, num_microbatches, force_all_reduce=force_all_reduce)
 

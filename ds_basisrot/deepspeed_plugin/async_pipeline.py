@@ -235,7 +235,7 @@ class AsyncPipeline:
         Public as `engine.drain()`: needed before parameters are frozen or unfrozen in the middle of a run.
         """
         if self._filled:
-            self.stage.drain()
+            self.stage.drop()
             self._filled = False
 
     # -- data --------------------------------------------------------------------------------------------------------------------------
