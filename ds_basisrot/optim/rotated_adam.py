@@ -179,6 +179,8 @@ class StackUpdate:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in the lower of their precisions."""
+    if a.dtype == b.dtype:
+        return a @ b
     dtype = torch.bfloat16 if torch.bfloat16 in (a.dtype, b.dtype) else a.dtype
     return a.to(dtype) @ b.to(dtype)
 

@@ -60,11 +60,12 @@ class MatrixUpdates:
         if decision is not None:
             self._update(*decision)
 
-    def _decide(self, work: Work, sizes: Tensor, agree: Agreement = lambda usable: usable) -> tuple[Work, Gate] | None:
+    def _decide(self, work: Work, sizes: Tensor, agree: Agreement | None = None) -> tuple[Work, Gate] | None:
         """Whether the gradients, whose largest elements are `sizes`, may change anything.
 
         Args:
-            agree: makes one flag of those of several ranks, each a boolean tensor; no rank updates where another one must not.
+            agree: makes one flag of those of several ranks, each a boolean tensor; no rank updates where another one must not. None: there
+                are no others.
 
         Returns:
             What to update, with states in fitting units, and the gate to do it through; None: the update is skipped.
@@ -72,7 +73,9 @@ class MatrixUpdates:
         if self._host_decides(work, sizes):
             admitted = self._admit(work, sizes.tolist(), agree)
             return None if admitted is None else ([work[i] for i in admitted], Gate())
-        flag = agree((sizes <= self._limits(work, sizes)).all())
+        flag = (sizes <= self._limits(work, sizes)).all()
+        if agree is not None:
+            flag = agree(flag)
         self._unread = work, Outcome(torch.cat([sizes, flag.to(sizes.dtype).reshape(1)]))
         return work, Gate(flag)
 
@@ -94,10 +97,11 @@ class MatrixUpdates:
             )
         )
 
-    def _admit(self, work: Work, sizes: list[float], agree: Agreement) -> list[int] | None:
+    def _admit(self, work: Work, sizes: list[float], agree: Agreement | None) -> list[int] | None:
         """The members of `work` to update, with states in fitting units; None when a gradient is unusable."""
         unusable = next((i for i, (_, p) in enumerate(work) if not is_usable(self.state.get(p), sizes[i])), None)
-        if not agree(torch.tensor(unusable is None)):
+        usable = unusable is None
+        if not (usable if agree is None else agree(torch.tensor(usable))):
             self._skip(work, sizes, unusable)
             return None
         for (group, p), size in zip(work, sizes):
