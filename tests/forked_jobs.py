@@ -73,7 +73,9 @@ def run(
         server = _server(tuple(modules))
         server.stdin.write(json.dumps(job) + "\n")
         server.stdin.flush()
-        answer = json.loads(server.stdout.readline())
+        line = server.stdout.readline()
+        assert line, f"the process that forks ranks has ended (exit code {server.wait()}); its error is above"
+        answer = json.loads(line)
         stdout, stderr = (Path(output).read_text(errors="replace") if os.path.exists(output) else "" for output in outputs)
     if answer["timed_out"]:
         raise subprocess.TimeoutExpired(job["argv"], timeout, stdout, stderr)
