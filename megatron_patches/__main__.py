@@ -24,9 +24,9 @@ def main(arguments: list[str]) -> None:
 
     try:
         apply(config)
-    except ConfigError as error:
+        runpy.run_path(script, run_name="__main__")
+    except ConfigError as error:  # of the file, or what Megatron's arguments ask for beside it
         _refuse(f"megatron_patches: {error}")
-    runpy.run_path(script, run_name="__main__")
 
 
 def _parse(arguments: list[str]) -> tuple[str, str, list[str]]:

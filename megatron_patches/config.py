@@ -12,6 +12,7 @@ import yaml
 from ds_basisrot import __version__
 from ds_basisrot.common.agreement import flat
 from ds_basisrot.common.blocks import (
+    DIAGNOSTICS_PERIOD,
     OPTIMIZER_TYPE,
     ConfigError,
     PipelineOptions,
@@ -23,6 +24,7 @@ from ds_basisrot.common.blocks import (
     pipeline_options,
     sub_block,
 )
+from ds_basisrot.optim.options import closest
 
 BLOCKS = ("optimizer", "pipeline")
 
@@ -104,10 +106,25 @@ def _settings(path: str, config: Mapping[str, Any]) -> Settings:
                 f"optimizer.type: must be {OPTIMIZER_TYPE!r}, got {optimizer.get('type')!r}; remove the block for Megatron's own optimizer"
             )
         params = optimizer_params(optimizer)
-        mode = params.get(TP_MODE, TP_MODES[0])
-        if mode not in TP_MODES:
-            raise ConfigError(f"optimizer.params.{TP_MODE}: must be one of {', '.join(TP_MODES)}, got {mode!r}")
-        check_optimizer_params({key: value for key, value in params.items() if key != TP_MODE})
+        check_params(params)
     if params is None and not pipeline.asynchronous:
         raise ConfigError('chooses nothing: give a block "optimizer" with type "BasisRotation", or "pipeline" with schedule "async_1f1b"')
     return Settings(path, params, pipeline)
+
+
+def check_params(params: Mapping[str, Any]) -> None:
+    """Refuse what cannot stand in "params" with Megatron.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    mode = params.get(TP_MODE, TP_MODES[0])
+    if mode not in TP_MODES:
+        raise ConfigError(f"optimizer.params.{TP_MODE}: must be one of {', '.join(TP_MODES)}, got {mode!r}{_meant(mode)}")
+    if DIAGNOSTICS_PERIOD in params:
+        raise ConfigError(f"optimizer.params.{DIAGNOSTICS_PERIOD}: not possible with Megatron; remove it")
+    check_optimizer_params({key: value for key, value in params.items() if key != TP_MODE})
+
+
+def _meant(mode: Any) -> str:
+    return f"; {closest(mode, list(TP_MODES))}" if isinstance(mode, str) else ""

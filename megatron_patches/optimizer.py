@@ -16,16 +16,15 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from ds_basisrot.common.agreement import agree, flat
-from ds_basisrot.common.blocks import DIAGNOSTICS_PERIOD, ConfigError, check_optimizer_params, optimizer_params
+from ds_basisrot.common.blocks import ConfigError, optimizer_params
 from ds_basisrot.common.log import log
 from ds_basisrot.optim.basis_rotation import BasisRotation
-from ds_basisrot.optim.options import closest
 from ds_basisrot.optim.roles import Role, assign_roles
 from ds_basisrot.optim.routing import describe, pattern_matches
 from ds_basisrot.sharding.optimizer import ShardedBasisRotation
 
 from . import registry, statistics
-from .config import TP_MODES
+from .config import TP_MODE, TP_MODES, check_params
 from .matrices import Matrices, matrices_of
 from .optimizer_names import check, check_attributes
 from .placement import Lot, cuts_by_cost, cuts_of_buckets, cuts_of_owners
@@ -33,12 +32,12 @@ from .refusals import WEIGHT_SHARDS
 from .sharded import InnerBasisRotation, Share
 from .sharers import Groups, place_in
 
-# The JSON's parameter -> how Megatron's configuration has it.
-MEGATRONS_OWN: dict[str, Callable[[OptimizerConfig], Any]] = {
-    "lr": lambda config: config.lr,
-    "betas": lambda config: (config.adam_beta1, config.adam_beta2),
-    "eps": lambda config: config.adam_eps,
-    "weight_decay": lambda config: config.weight_decay,
+# The JSON's parameter -> (Megatron's flag, how its configuration has it).
+MEGATRONS_OWN: dict[str, tuple[str, Callable[[OptimizerConfig], Any]]] = {
+    "lr": ("--lr", lambda config: config.lr),
+    "betas": ("--adam-beta1, --adam-beta2", lambda config: (config.adam_beta1, config.adam_beta2)),
+    "eps": ("--adam-eps", lambda config: config.adam_eps),
+    "weight_decay": ("--weight-decay", lambda config: config.weight_decay),
 }
 
 # Megatron's option -> (whether it is as we need it, what to do)
@@ -118,18 +117,15 @@ def to_options(config: OptimizerConfig, params: Mapping[str, Any]) -> tuple[dict
     """
     for name, (is_fit, instead) in NEEDED.items():
         if not is_fit(config):
-            raise ConfigError(f"OptimizerConfig.{name}={getattr(config, name)!r}: not possible with BasisRotation; {instead}")
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} (OptimizerConfig.{name}={getattr(config, name)!r}): not possible with BasisRotation; {instead}")
     options = optimizer_params({"params": params})
-    mode = options.pop("tp_mode", TP_MODES[0])
-    if mode not in TP_MODES:
-        raise ConfigError(f"optimizer.params.tp_mode: must be one of {', '.join(TP_MODES)}, got {mode!r}; {closest(mode, list(TP_MODES))}")
-    check_optimizer_params(options)
-    if DIAGNOSTICS_PERIOD in options:
-        raise ConfigError(f"optimizer.params.{DIAGNOSTICS_PERIOD}: not possible with Megatron; remove it")
-    for name, of in MEGATRONS_OWN.items():
+    check_params(options)
+    mode = options.pop(TP_MODE, TP_MODES[0])
+    for name, (flag, of) in MEGATRONS_OWN.items():
         given = options.pop(name, None)
         if given is not None and (tuple(given) if isinstance(given, list) else given) != of(config):
-            raise ConfigError(f"optimizer.params.{name}: {given!r}, but Megatron's own option says {of(config)!r}; remove it from the JSON")
+            raise ConfigError(f"optimizer.params.{name}: {given!r}, but {flag} of Megatron: {of(config)!r}; remove it from the JSON")
         options[name] = of(config)
     return options, options.pop("rotate", None), mode == "exact"
 

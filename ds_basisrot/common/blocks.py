@@ -19,7 +19,7 @@ DIAGNOSTICS_PERIOD = "diagnostics_period"
 # What people bring along from other optimizers, or from a plain loop.
 NOT_OURS = {
     "layout": "not a parameter of its own; put it into the block rotate",
-    "max_grad_norm": "not a parameter of BasisRotation; set the top-level key gradient_clipping",
+    "max_grad_norm": "not a parameter of BasisRotation; set the top-level key gradient_clipping, or Megatron's --clip-grad",
     "torch_adam": "not a parameter of BasisRotation; remove it",
     "adam_w_mode": "not a parameter of BasisRotation; remove it, weight decay is always decoupled",
     "precondition_frequency": "not a parameter of BasisRotation; the updates between refreshes are refresh_period",
