@@ -46,11 +46,13 @@ class WeightVersions:
         self._newest: _Snapshot | None = None
         self._in_flight: dict[int, _Forwarded] = {}
         self._free: list[_Snapshot] = []
-        self._live: dict[Tensor, Tensor] = {}
+        self._live: list[Tensor] = []
+        self._places = {p: place for place, p in enumerate(self._parameters)}
 
     def newest(self, parameter: Tensor) -> Tensor | None:
         """The newest weights of a parameter that holds a snapshot at present, None where it holds the newest."""
-        return self._live.get(parameter)
+        place = self._places.get(parameter)
+        return self._live[place] if self._live and place is not None else None
 
     def prepare(self) -> None:
         """Take the snapshot that the next forward runs on, where one is due: before the wait for that forward's input."""
@@ -146,11 +148,11 @@ class WeightVersions:
         live = [p.data for p in self._parameters]
         for p, tensor in zip(self._parameters, snapshot.tensors):
             p.data = tensor
-        self._live = dict(zip(self._parameters, live))
+        self._live = live
         try:
             yield
         finally:
-            self._live = {}
+            self._live = []
             for p, tensor in zip(self._parameters, live):
                 p.data = tensor
             torch.clear_autocast_cache()
