@@ -40,19 +40,29 @@ MEGATRONS_OWN: dict[str, tuple[str, Callable[[OptimizerConfig], Any]]] = {
     "weight_decay": ("--weight-decay", lambda config: config.weight_decay),
 }
 
-# Megatron's option -> (whether it is as we need it, what to do)
-NEEDED: dict[str, tuple[Callable[[OptimizerConfig], bool], str]] = {
+# Megatron's option -> (its flag, if it has one; whether it is as we need it; what to do)
+NEEDED: dict[str, tuple[str, Callable[[OptimizerConfig], bool], str]] = {
     "optimizer": (
+        "--optimizer",
         lambda config: config.optimizer == "adam" or registry.is_chosen(config),
         "set it to adam, in whose place BasisRotation is put",
     ),
-    "fp16": (lambda config: not config.fp16, "train in bf16 or fp32"),
-    "optimizer_cpu_offload": (lambda config: not config.optimizer_cpu_offload, "switch it off: BasisRotation updates on the device"),
+    "fp16": ("--fp16", lambda config: not config.fp16, "train in bf16 or fp32"),
+    "optimizer_cpu_offload": (
+        "--optimizer-cpu-offload",
+        lambda config: not config.optimizer_cpu_offload,
+        "switch it off: BasisRotation updates on the device",
+    ),
     "use_precision_aware_optimizer": (
+        "--use-precision-aware-optimizer",
         lambda config: not config.use_precision_aware_optimizer,
         'switch it off; the JSON\'s "state_dtype" stores momentum and bases in bfloat16',
     ),
-    "decoupled_weight_decay": (lambda config: config.decoupled_weight_decay, "set it to true: BasisRotation decays weights as AdamW does"),
+    "decoupled_weight_decay": (
+        "",
+        lambda config: config.decoupled_weight_decay,
+        "set it to true: BasisRotation decays weights as AdamW does",
+    ),
 }
 
 
@@ -115,10 +125,10 @@ def to_options(config: OptimizerConfig, params: Mapping[str, Any]) -> tuple[dict
     Raises:
         ConfigError: naming the key or Megatron's option.
     """
-    for name, (is_fit, instead) in NEEDED.items():
+    for name, (flag, is_fit, instead) in NEEDED.items():
         if not is_fit(config):
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} (OptimizerConfig.{name}={getattr(config, name)!r}): not possible with BasisRotation; {instead}")
+            option = f"OptimizerConfig.{name}={getattr(config, name)!r}"
+            raise ConfigError(f"{f'{flag} ({option})' if flag else option}: not possible with BasisRotation; {instead}")
     options = optimizer_params({"params": params})
     check_params(options)
     mode = options.pop(TP_MODE, TP_MODES[0])

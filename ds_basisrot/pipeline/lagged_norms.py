@@ -23,7 +23,7 @@ class LaggedNorms:
         self.fields = torch.zeros(1 + stages, dtype=torch.float32, device=device)
         """What travels with a gradient: a loss, then the norms."""
         self.known = self.fields[1:]
-        self.factor = torch.ones((), device=device)
+        self.factor = torch.ones((), dtype=torch.float32, device=device)
         """What the gradients of the last update were multiplied by."""
         self.clips = True
         """Of the last update; False where the host knows that the factor is one."""
@@ -64,9 +64,9 @@ class LaggedNorms:
             total = math.sqrt(sum(norm * norm for norm in norms))
             if math.isfinite(own):
                 self.known[self._stage] = own
-        rounded = torch.tensor(total)
+        rounded = torch.tensor(total, dtype=torch.float32)
         if largest > 0:
             factor = largest / (rounded.item() + STABILIZER)
             self.clips = not factor >= 1.0
-            self.factor = torch.tensor(factor if self.clips else 1.0)
+            self.factor = torch.tensor(factor if self.clips else 1.0, dtype=torch.float32)
         return rounded
