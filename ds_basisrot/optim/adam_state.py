@@ -8,8 +8,6 @@ from torch import Tensor
 
 from .state import (
     MOMENTUM,
-    ROTATED_MOMENTUM,
-    ROTATED_SECOND_MOMENT,
     SCALE,
     SECOND_MOMENT,
     STEP,
@@ -27,13 +25,13 @@ def to_adam(state: dict[str, Any], stacks: Sequence[MatrixStack], shape: Sequenc
     scale = state[SCALE]
     if not stacks:
         return state[MOMENTUM] * scale, state[SECOND_MOMENT] * scale * scale
-    first = state[stacks[0].key(ROTATED_MOMENTUM)]
+    first = state[stacks[0].momentum]
     momentum, second_moment = (torch.zeros(tuple(shape), device=first.device) for _ in range(2))
     for stack in stacks:
         left, right = stack.bases(state)
         for whole, rotated, u, v in (
-            (momentum, state[stack.key(ROTATED_MOMENTUM)].float(), left, right),
-            (second_moment, state[stack.key(ROTATED_SECOND_MOMENT)], _squared(left), _squared(right)),
+            (momentum, state[stack.momentum].float(), left, right),
+            (second_moment, state[stack.second_moment], _squared(left), _squared(right)),
         ):
             rotated = rotated if v is None else rotated @ v.mT
             stack.part.put((rotated if u is None else u @ rotated).reshape(stack.part.shape), whole)
@@ -56,8 +54,8 @@ def from_adam(
         state[MOMENTUM].copy_(momentum)
         state[SECOND_MOMENT].copy_(second_moment)
     for stack in stacks:
-        state[stack.key(ROTATED_MOMENTUM)].copy_(stack.part.take(momentum).reshape(stack.shape))
-        state[stack.key(ROTATED_SECOND_MOMENT)].copy_(stack.part.take(second_moment).reshape(stack.shape))
+        state[stack.momentum].copy_(stack.part.take(momentum).reshape(stack.shape))
+        state[stack.second_moment].copy_(stack.part.take(second_moment).reshape(stack.shape))
     return state
 
 

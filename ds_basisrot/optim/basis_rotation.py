@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
 
 from .loading import is_adams, loaded_state
 from .options import check_group_keys, check_options, check_patterns
@@ -147,19 +148,27 @@ class BasisRotation(MatrixUpdates, torch.optim.Optimizer):
             raise
         self._plan = None
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         """One update of every parameter that has a gradient; returns the closure's loss, if there is a closure."""
+        observed = torch.autograd._profiler_enabled() or any(_step_hooks(self))
+        return (self._observed_step if observed else self._step)(closure)
+
+    step.hooked = True  # torch wraps a step without this mark, for hooks and for profilers; its wrapper takes longer than a small update
+
+    def _step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._prepare()
-        work = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None and p.numel() > 0]
-        if work:
-            with _no_autocast(work[0][1].device.type):
-                self._take_step(work)
+        with torch.no_grad():
+            self._prepare()
+            work = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None and p.numel() > 0]
+            if work:
+                with _no_autocast(work[0][1].device.type):
+                    self._take_step(work)
         return loss
+
+    _observed_step = torch.optim.Optimizer.profile_hook_step(_step)
 
     def _prepare(self) -> None:
         """Know what became of the last update, and the role of every parameter."""
@@ -254,6 +263,12 @@ class BasisRotation(MatrixUpdates, torch.optim.Optimizer):
         self.state.update(exact)
         for group, kept in zip(self.param_groups, options):
             group.update(kept)
+
+
+def _step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Mapping[int, Any], ...]:
+    """All that is to be called before or after a step, by who registered it."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return *own, torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
 
 
 def _no_autocast(device_type: str) -> AbstractContextManager:

@@ -41,13 +41,32 @@ def largest_elements(gradients: Sequence[Tensor]) -> Tensor:
     Raises:
         RuntimeError: a sparse gradient.
     """
-    if any(g.is_sparse for g in gradients):
-        raise RuntimeError("BasisRotation does not take sparse gradients: use sparse=False in nn.Embedding")
-    if gradients[0].device.type == "cpu":  # the vectorised one there
-        extremes = torch.stack([extreme for g in gradients for extreme in torch.aminmax(g)])
-        return extremes.double().abs().view(-1, 2).amax(-1)
+    if all(g.device.type == "cpu" for g in gradients):
+        return _extremes(gradients).double().abs().view(-1, 2).amax(-1)
+    _refuse_sparse(gradients)
     norms = torch._foreach_norm(gradients, math.inf)
     return torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])
+
+
+def largest_elements_on_host(gradients: Sequence[Tensor]) -> list[float]:
+    """The same of gradients on a processor, as numbers.
+
+    Raises:
+        RuntimeError: a sparse gradient.
+    """
+    extremes = _extremes(gradients).tolist()
+    return [max(-least, most) for least, most in zip(extremes[::2], extremes[1::2])]
+
+
+def _extremes(gradients: Sequence[Tensor]) -> Tensor:
+    """Least and largest element of each, `[2k]`, by the one operation for it that is vectorised on a processor."""
+    _refuse_sparse(gradients)
+    return torch.stack([extreme for g in gradients for extreme in torch.aminmax(g)])
+
+
+def _refuse_sparse(gradients: Sequence[Tensor]) -> None:
+    if any(g.is_sparse for g in gradients):
+        raise RuntimeError("BasisRotation does not take sparse gradients: use sparse=False in nn.Embedding")
 
 
 class Outcome:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +29,7 @@ class Part:
     first_row: int = 0
     """Of this part's rows, within each group."""
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """True when `take(tensor)` is `tensor.reshape(1, m, n)`: the part is one matrix, and all of the parameter."""
         in_order = not self.transposed and self.kind != "columns"

@@ -1,7 +1,7 @@
 """Adam's moments in the rotated basis and the direction they give, whose denominators have a floor."""
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ FEWEST_FUSED = 1 << 13
 """Elements above which one pass over memory saves more than torch's way to its kernel costs."""
 
 
-@dataclass(frozen=True)
-class Adam:
+class Adam(NamedTuple):
     """Options of one update.
 
     Attributes:

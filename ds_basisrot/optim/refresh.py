@@ -72,5 +72,7 @@ def offsets(costs: Sequence[float], rate: Fraction) -> list[int]:
 
 def is_due(update: int, rate: Fraction, offset: int) -> bool:
     """True when a matrix is refreshed at this `update` (1-based). Update 1 is the cold start, which is not a refresh."""
-    after, before = (update + offset) * rate.numerator, (update - 1 + offset) * rate.numerator
-    return update > 1 and after // rate.denominator > before // rate.denominator
+    if update <= 1:
+        return False
+    refreshes, updates = rate.as_integer_ratio()
+    return (update + offset) * refreshes // updates > (update - 1 + offset) * refreshes // updates

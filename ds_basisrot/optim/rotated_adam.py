@@ -9,9 +9,6 @@ from torch import Tensor
 from . import eigenbasis, moments
 from .gradient_gate import Gate
 from .state import (
-    COLD,
-    ROTATED_MOMENTUM,
-    ROTATED_SECOND_MOMENT,
     SCALE,
     SMALLEST_EPS,
     STATE_DTYPES,
@@ -40,12 +37,12 @@ class StackUpdate:
         beta = self.group["betas"][1] if self.group["covariance_beta"] is None else self.group["covariance_beta"]
         if self.group["source"] == "second_order":
             decay = self.gate.decay(beta)
-            for (_, _, covariance), x in zip(self.stack.rotations(), self._sides(gradient, gradient.mT)):
+            for (_, _, covariance), x in zip(self.stack.rotations, self._sides(gradient, gradient.mT)):
                 add_gram(self.state[covariance], x, decay, 1 - beta)
 
     def warming(self, gradient: Tensor) -> list[int]:
         """The matrices that have no basis yet and whose gradient is not zero."""
-        cold = self.state[self.stack.key(COLD)]
+        cold = self.state[self.stack.cold]
         if not cold:
             return []
         sizes = gradient.reshape(self.stack.part.shape).flatten(1).abs().amax(-1)[cold].tolist()
@@ -57,17 +54,17 @@ class StackUpdate:
         Raises:
             torch.linalg.LinAlgError: the decomposition failed; the matrix keeps the standard basis until its first refresh.
         """
-        self.state[self.stack.key(COLD)].remove(index)
+        self.state[self.stack.cold].remove(index)
         tolerance = eigenbasis.cold_tolerance(self._relative_floor(), self.gradient_dtype)
         bases = eigenbasis.cold_start(self._one(gradient, index), *self.stack.sides, tolerance)
         bases = [basis for basis in bases if basis is not None]
         _check_finite(bases)
-        for (_, key, _), basis in zip(self.stack.rotations(), bases):
+        for (_, key, _), basis in zip(self.stack.rotations, bases):
             self._one(self.state[key], index).copy_(basis)
-        momentum = self._one(self.state[self.stack.key(ROTATED_MOMENTUM)], index)
-        second_moment = self._one(self.state[self.stack.key(ROTATED_SECOND_MOMENT)], index)
+        momentum = self._one(self.state[self.stack.momentum], index)
+        second_moment = self._one(self.state[self.stack.second_moment], index)
         if second_moment.any():  # of Adam, that trained it before: its coordinates are taken to be uncorrelated
-            left, right = self._sides_of([self._one(self.state[key], index).float() for _, key, _ in self.stack.rotations()])
+            left, right = (None if basis is None else self._one(basis, index) for basis in self.stack.bases(self.state))
             momentum.copy_(self._rotate(momentum.float(), left, right))
             squared = [None if basis is None else basis.square() for basis in (left, right)]
             second_moment.copy_(self._rotate(second_moment, *squared))
@@ -78,9 +75,9 @@ class StackUpdate:
         Raises:
             torch.linalg.LinAlgError: a decomposition failed; nothing has changed.
         """
-        stored = self._one(self.state[self.stack.key(ROTATED_MOMENTUM)], index)
-        second_moment = self._one(self.state[self.stack.key(ROTATED_SECOND_MOMENT)], index)
-        rotations = self.stack.rotations()
+        stored = self._one(self.state[self.stack.momentum], index)
+        second_moment = self._one(self.state[self.stack.second_moment], index)
+        rotations = self.stack.rotations
         old = [self._one(self.state[key], index).float() for _, key, _ in rotations]
         momentum = self._rotate_back(stored.float(), *self._sides_of(old))
         fresh, orders = [], []
@@ -108,12 +105,12 @@ class StackUpdate:
             (X, V, step size): the weight changes by -step size * X V^T (V None: by -step size * X), X is the caller's.
         """
         state = self.state
-        left, right = self._sides_of([self._factor(key) for _, key, _ in self.stack.rotations()])
+        left, right = self._factors()
         gradient = self._rotate(gradient, left, right).float()
-        stored = state[self.stack.key(ROTATED_MOMENTUM)]
+        stored = state[self.stack.momentum]
         momentum = stored.float()
         options = moments.Adam(self.group["betas"], self._eps(), float(self.group["lr"]), self._relative_floor(), state[STEP])
-        x, step_size = moments.update(gradient, momentum, state[self.stack.key(ROTATED_SECOND_MOMENT)], options, self.gate)
+        x, step_size = moments.update(gradient, momentum, state[self.stack.second_moment], options, self.gate)
         if momentum is not stored:
             stored.copy_(momentum)
         if left is not None:
@@ -128,12 +125,12 @@ class StackUpdate:
             lr b1^s sqrt(1 - b2^(t+s)) / (1 - b1^(t+s)),    s = 1..updates
         """
         state, (beta1, beta2) = self.state, self.group["betas"]
-        second_moment = state[self.stack.key(ROTATED_SECOND_MOMENT)]
+        second_moment = state[self.stack.second_moment]
         denominator, floor = second_moment.sqrt(), self._relative_floor()
         if floor > 0.0:
             denominator.clamp_(min=floor * second_moment.mean((-2, -1), keepdim=True).sqrt_())
-        x = state[self.stack.key(ROTATED_MOMENTUM)].float() / denominator.add_(self._eps())
-        left, right = self._sides_of([self._factor(key) for _, key, _ in self.stack.rotations()])
+        x = state[self.stack.momentum].float() / denominator.add_(self._eps())
+        left, right = self._factors()
         if left is not None:
             x = _product(left, x).float()
         steps = ((ahead, state[STEP] + ahead) for ahead in range(1, updates + 1))
@@ -143,15 +140,15 @@ class StackUpdate:
         return max(self.group["eps"] / self.state[SCALE], SMALLEST_EPS)
 
     def _relative_floor(self) -> float:
-        if not any(self.stack.sides):
+        if not self.stack.rotations:
             return 0.0
         if self.group["noise_floor"] is not None:
             return self.group["noise_floor"]
-        return max(eigenbasis.default_noise_floor(dtype) for dtype in (self.gradient_dtype, STATE_DTYPES[self.group["product_dtype"]]))
+        return eigenbasis.default_noise_floor(self.gradient_dtype, STATE_DTYPES[self.group["product_dtype"]])
 
-    def _factor(self, key: str) -> Tensor:
-        """A basis in the precision of the products."""
-        return self.state[key].to(STATE_DTYPES[self.group["product_dtype"]])
+    def _factors(self) -> tuple[Tensor | None, Tensor | None]:
+        """The bases in the precision of the products."""
+        return self.stack.bases(self.state, STATE_DTYPES[self.group["product_dtype"]])
 
     def _sides(self, left: Any, right: Any) -> list:
         """Of two things, those of the rotated sides."""

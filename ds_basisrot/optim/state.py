@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,11 +51,26 @@ class MatrixStack:
     sides: tuple[bool, bool]
     offsets: list[int] = field(default_factory=list)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """`[m, n]` of a single matrix, `[b, m, n]` of several."""
         b, m, n = self.part.shape
         return (m, n) if b == 1 else (b, m, n)
+
+    @cached_property
+    def momentum(self) -> str:
+        """The state's key for it."""
+        return self.key(ROTATED_MOMENTUM)
+
+    @cached_property
+    def second_moment(self) -> str:
+        """The state's key for it."""
+        return self.key(ROTATED_SECOND_MOMENT)
+
+    @cached_property
+    def cold(self) -> str:
+        """The state's key for the list of matrices that have no basis yet."""
+        return self.key(COLD)
 
     def key(self, name: str) -> str:
         """The state's key for `name`."""
@@ -65,10 +81,16 @@ class MatrixStack:
         part = f", {self.part.name}" if self.part.name else ""
         return part + (f", matrix {index}" if self.part.shape[0] > 1 else "")
 
-    def bases(self, state: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
-        """(U, V) in float32, None for a side that is not rotated."""
-        return tuple(state[self.key(name)].float() if on else None for name, on in zip((LEFT_BASIS, RIGHT_BASIS), self.sides))
+    def bases(self, state: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[Tensor | None, Tensor | None]:
+        """(U, V) in this precision, None for a side that is not rotated."""
+        left, right = self._bases
+        return None if left is None else state[left].to(dtype), None if right is None else state[right].to(dtype)
 
+    @cached_property
+    def _bases(self) -> tuple[str | None, str | None]:
+        return tuple(self.key(name) if on else None for name, on in zip((LEFT_BASIS, RIGHT_BASIS), self.sides))
+
+    @cached_property
     def rotations(self) -> list[tuple[int, str, str]]:
         """(length, key of the basis, key of the covariance) of each rotated side, the left one first."""
         named = ((self.part.shape[1], LEFT_BASIS, LEFT_COVARIANCE), (self.part.shape[2], RIGHT_BASIS, RIGHT_COVARIANCE))
@@ -92,11 +114,11 @@ def new_state(p: Tensor, stacks: Sequence[MatrixStack], group: dict[str, Any], s
     dtype = STATE_DTYPES[group["state_dtype"]]
     for stack in stacks:
         lead = stack.shape[:-2]
-        state[stack.key(ROTATED_MOMENTUM)] = torch.zeros(stack.shape, dtype=dtype, device=device)
-        state[stack.key(ROTATED_SECOND_MOMENT)] = torch.zeros(stack.shape, device=device)
+        state[stack.momentum] = torch.zeros(stack.shape, dtype=dtype, device=device)
+        state[stack.second_moment] = torch.zeros(stack.shape, device=device)
         state[stack.key(FAILED_REFRESHES)] = [0] * stack.part.shape[0]
-        state[stack.key(COLD)] = list(range(stack.part.shape[0])) if any(stack.sides) else []
-        for side, basis, covariance in stack.rotations():
+        state[stack.cold] = list(range(stack.part.shape[0])) if any(stack.sides) else []
+        for side, basis, covariance in stack.rotations:
             state[basis] = torch.eye(side, dtype=dtype, device=device).expand(*lead, side, side).clone()
             if group["source"] == "second_order":
                 state[covariance] = torch.zeros(*lead, packed_size(side), device=device)

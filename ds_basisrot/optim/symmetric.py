@@ -21,12 +21,19 @@ def add_gram(packed: Tensor, x: Tensor, decay: float | Tensor, weight: float) ->
     if isinstance(decay, Tensor):
         packed.mul_(decay)
         decay = 1.0
-    for (start, stop, first, end), block in _blocks(packed, x.shape[-2]):
-        rows, columns = x[..., start:stop, :], x[..., first:end, :].mT
-        if x.ndim == 2:
-            block.addmm_(rows, columns, beta=decay, alpha=weight)
-        else:
-            block.flatten(0, -3).baddbmm_(rows.flatten(0, -3), columns.flatten(0, -3), beta=decay, alpha=weight)
+    side = x.shape[-2]
+    if side <= PANEL_ROWS:
+        _add_product(packed.view(*packed.shape[:-1], side, side), x, x.mT, decay, weight)
+        return
+    for (start, stop, first, end), block in _blocks(packed, side):
+        _add_product(block, x[..., start:stop, :], x[..., first:end, :].mT, decay, weight)
+
+
+def _add_product(block: Tensor, rows: Tensor, columns: Tensor, decay: float, weight: float) -> None:
+    if block.ndim == 2:
+        block.addmm_(rows, columns, beta=decay, alpha=weight)
+    else:
+        block.flatten(0, -3).baddbmm_(rows.flatten(0, -3), columns.flatten(0, -3), beta=decay, alpha=weight)
 
 
 def unpack(packed: Tensor, side: int) -> Tensor:

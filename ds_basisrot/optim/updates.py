@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import adamw, workers
-from .gradient_gate import Gate, Outcome, largest_elements
+from .gradient_gate import Gate, Outcome, largest_elements, largest_elements_on_host
 from .layout import Part
 from .roles import Role
 from .rotated_adam import StackUpdate
@@ -56,7 +56,11 @@ class MatrixUpdates:
 
     def _take_step(self, work: Work) -> None:
         """Update every parameter of `work` by its gradient, or none."""
-        decision = self._decide(work, largest_elements([p.grad for _, p in work]))
+        gradients = [p.grad for _, p in work]
+        if all(g.device.type == "cpu" for g in gradients) and self._host_decides(work, gradients[0].device):
+            decision = self._decide_on_host(work, largest_elements_on_host(gradients), None)
+        else:
+            decision = self._decide(work, largest_elements(gradients))
         if decision is not None:
             self._update(*decision)
 
@@ -70,9 +74,8 @@ class MatrixUpdates:
         Returns:
             What to update, with states in fitting units, and the gate to do it through; None: the update is skipped.
         """
-        if self._host_decides(work, sizes):
-            admitted = self._admit(work, sizes.tolist(), agree)
-            return None if admitted is None else ([work[i] for i in admitted], Gate())
+        if self._host_decides(work, sizes.device):
+            return self._decide_on_host(work, sizes.tolist(), agree)
         flag = (sizes <= self._limits(work, sizes)).all()
         if agree is not None:
             flag = agree(flag)
@@ -86,10 +89,10 @@ class MatrixUpdates:
             return LARGEST_USABLE
         return LARGEST_USABLE * torch.tensor(scales, dtype=sizes.dtype).to(sizes.device, non_blocking=True)
 
-    def _host_decides(self, work: Work, sizes: Tensor) -> bool:
+    def _host_decides(self, work: Work, device: torch.device) -> bool:
         """Whether the host looks at the gradients before the update: where it need not wait, or must, as a matrix has no basis yet."""
         return (
-            sizes.device.type == "cpu"
+            device.type == "cpu"
             or len({p.device for _, p in work}) > 1
             or any(
                 not self.state.get(p) or any(value for key, value in self.state[p].items() if key.rpartition(".")[2] == COLD)
@@ -97,8 +100,8 @@ class MatrixUpdates:
             )
         )
 
-    def _admit(self, work: Work, sizes: list[float], agree: Agreement | None) -> list[int] | None:
-        """The members of `work` to update, with states in fitting units; None when a gradient is unusable."""
+    def _decide_on_host(self, work: Work, sizes: list[float], agree: Agreement | None) -> tuple[Work, Gate] | None:
+        """`_decide` where the sizes are known here."""
         unusable = next((i for i, (_, p) in enumerate(work) if not is_usable(self.state.get(p), sizes[i])), None)
         usable = unusable is None
         if not (usable if agree is None else agree(torch.tensor(usable))):
@@ -108,7 +111,7 @@ class MatrixUpdates:
             self._fit_units(p, size)
             if not self.state.get(p) and size > 0.0:
                 self.state[p] = new_state(p, self._plan[p].stacks, group, size)
-        return [i for i, (_, p) in enumerate(work) if self.state.get(p)]
+        return [member for member in work if self.state.get(member[1])], Gate()
 
     def _fit_units(self, p: Tensor, size: float) -> None:
         """Bring the state of `p` into units that fit a gradient of this finite size."""
@@ -128,11 +131,13 @@ class MatrixUpdates:
             fault = f"of {self._plan[p].name} is {what}"
         logger.warning("update skipped: the gradient %s (%d skipped so far)", fault, self._skipped_updates)
 
-    @torch.no_grad()
     def _settle(self) -> None:
         """Learn what became of the last update, where the host did not wait for it: a skipped one counts no step."""
-        if self._unread is None:
-            return
+        if self._unread is not None:
+            self._read_outcome()
+
+    @torch.no_grad()
+    def _read_outcome(self) -> None:
         (work, outcome), self._unread = self._unread, None
         *sizes, open_gate = outcome.read()
         if not open_gate:
@@ -151,8 +156,8 @@ class MatrixUpdates:
             self.state[p][STEP] += 1
         rotated = [(group, p) for group, p in work if self._plan[p].stacks]
         if all(p.device.type == "cpu" for _, p in rotated):
-            costs = [self._plan[p].cost(self.state[p][STEP]) for _, p in rotated]
-            workers.run([(cost, partial(self._update_rotated, p, group, gate)) for (group, p), cost in zip(rotated, costs)])
+            tasks = [partial(self._update_rotated, p, group, gate) for group, p in rotated]
+            workers.run(tasks, lambda: [self._plan[p].cost(self.state[p][STEP]) for _, p in rotated])
         else:
             self._update_beside(rotated, gate)
         adamw.update([(group, p, self.state[p]) for group, p in work if not self._plan[p].stacks], gate, self.layout_independent)
@@ -201,7 +206,7 @@ class MatrixUpdates:
     def _update_bases(self, update: StackUpdate, gradient: Tensor, role: Role, state: dict) -> None:
         """The cold starts and refreshes that are due."""
         stack = update.stack
-        cold = state[stack.key(COLD)]
+        cold = state[stack.cold]
         due = [i for i in role.due(stack, state[STEP]) if i not in cold]
         for index in update.warming(gradient):
             self._try(lambda i: update.start(i, gradient), index, stack, role, state)

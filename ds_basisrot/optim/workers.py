@@ -14,17 +14,25 @@ _pools: dict[int, ThreadPoolExecutor] = {}
 os.register_at_fork(after_in_child=_pools.clear)  # threads do not survive a fork
 
 
-def run(tasks: Sequence[tuple[int, Callable[[], None]]]) -> None:
-    """Run independent tasks (cost, what to do) on torch's number of threads, without gradients; the costs are of any unit.
+def run(tasks: Sequence[Callable[[], None]], costs: Callable[[], Sequence[int]]) -> None:
+    """Run independent tasks on torch's number of threads, without gradients.
 
     A task that is more than one thread's share of the rest gets all threads for itself.
+
+    Args:
+        costs: of the tasks, in any unit; asked for where there are several threads to share several tasks.
 
     Raises:
         Exception: what the first of the failed tasks raised, after all of them have ended.
     """
-    threads, left = torch.get_num_threads(), sum(cost for cost, _ in tasks)
-    waiting = sorted(tasks, key=lambda task: -task[0])
-    while waiting and (threads == 1 or len(waiting) == 1 or waiting[0][0] * threads > left):
+    threads = torch.get_num_threads()
+    if threads == 1 or len(tasks) == 1:
+        for task in tasks:
+            task()
+        return
+    waiting = sorted(zip(costs(), tasks), key=lambda task: -task[0])
+    left = sum(cost for cost, _ in waiting)
+    while waiting and (len(waiting) == 1 or waiting[0][0] * threads > left):
         cost, action = waiting.pop(0)
         action()
         left -= cost

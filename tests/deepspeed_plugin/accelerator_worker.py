@@ -6,7 +6,7 @@ from ds_basisrot.optim.state import COLD
 from ds_basisrot.optim.updates import MatrixUpdates
 
 
-def host_decides(updates, work, sizes):
+def host_decides(updates, work, device):
     states = [updates.state.get(p) for _, p in work]
     return any(not state or any(value for key, value in state.items() if key.rpartition(".")[2] == COLD) for state in states)
 

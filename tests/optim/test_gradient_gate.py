@@ -6,7 +6,6 @@ The way of an accelerator is taken here on a processor: the optimizer is told th
 import copy
 import math
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,8 +23,8 @@ OPTIONS = [{}, {"source": "first_order"}, {"geometry": "unilateral", "state_dtyp
 
 def as_on_a_device(patch):
     """From here on the host looks at gradients beforehand only where it does so on an accelerator too."""
-    original, accelerator = BasisRotation._host_decides, SimpleNamespace(device=torch.device("cuda"))
-    patch.setattr(BasisRotation, "_host_decides", lambda self, work, sizes: original(self, work, accelerator))
+    original, accelerator = BasisRotation._host_decides, torch.device("cuda")
+    patch.setattr(BasisRotation, "_host_decides", lambda self, work, device: original(self, work, accelerator))
     patch.setattr(eigenbasis, "orthonormalise", householder)
     patch.setattr(rotated_adam, "_check_finite", lambda bases: None)
 

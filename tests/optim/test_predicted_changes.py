@@ -2,7 +2,6 @@
 
 import copy
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -189,8 +188,8 @@ def test_autocast_around_it_makes_no_difference():
 
 
 def test_an_update_that_the_host_did_not_wait_for_and_was_skipped_counts_nothing(monkeypatch):
-    decides, accelerator = BasisRotation._host_decides, SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setattr(BasisRotation, "_host_decides", lambda self, work, sizes: decides(self, work, accelerator))
+    decides, accelerator = BasisRotation._host_decides, torch.device("cuda")
+    monkeypatch.setattr(BasisRotation, "_host_decides", lambda self, work, device: decides(self, work, accelerator))
     parameters, optimizer = build(**NO_REFRESH)
     train(parameters, optimizer, range(5))
     before = optimizer.predicted_changes(2)

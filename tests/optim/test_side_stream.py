@@ -59,9 +59,9 @@ def test_updating_beside_is_updating_in_any_order(monkeypatch):
         parameters = [nn.Parameter(torch.zeros(6, 4)) for _ in range(5)]
         optimizer = BasisRotation(parameters, refresh_period=3)
 
-        def run(tasks, optimizer=optimizer):
-            rotated = [(task.args[1], task.args[0]) for _, task in tasks]
-            optimizer._update_beside(rotated, tasks[0][1].args[2])
+        def run(tasks, costs, optimizer=optimizer):
+            rotated = [(task.args[1], task.args[0]) for task in tasks]
+            optimizer._update_beside(rotated, tasks[0].args[2])
 
         monkeypatch.setattr(workers, "run", run if beside else workers.run)
         for _ in range(8):

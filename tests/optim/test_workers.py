@@ -19,16 +19,20 @@ def four_threads():
     torch.set_num_threads(before)
 
 
+def run_alike(tasks):
+    workers.run(tasks, lambda: [1] * len(tasks))
+
+
 def test_every_task_runs_once_on_threads_of_one_each(four_threads):
     ran = []
-    workers.run([(1, lambda i=i: ran.append((i, threading.current_thread().name, torch.get_num_threads()))) for i in range(50)])
+    run_alike([lambda i=i: ran.append((i, threading.current_thread().name, torch.get_num_threads())) for i in range(50)])
     assert sorted(i for i, *_ in ran) == list(range(50))
     assert all(name.startswith("ds_basisrot") and threads == 1 for _, name, threads in ran)
     assert torch.get_num_threads() == 4
 
 
 def test_threads_made_afterwards_have_torchs_number(four_threads):
-    workers.run([(1, lambda: None)] * 8)
+    run_alike([lambda: None] * 8)
     seen = []
     later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
     later.start()
@@ -39,18 +43,18 @@ def test_threads_made_afterwards_have_torchs_number(four_threads):
 def test_a_task_larger_than_a_share_has_all_threads(four_threads):
     threads = {}
     costs = [100, 30, 1, 1, 1, 1, 1, 1, 1, 1]
-    workers.run([(cost, lambda i=i: threads.update({i: torch.get_num_threads()})) for i, cost in enumerate(costs)])
+    workers.run([lambda i=i: threads.update({i: torch.get_num_threads()}) for i in range(10)], lambda: costs)
     assert threads == {0: 4, 1: 4, **dict.fromkeys(range(2, 10), 1)}
 
 
-def test_one_thread_runs_them_in_order_of_cost():
+def test_one_thread_runs_them_in_their_order_and_asks_for_no_cost():
     before, order = torch.get_num_threads(), []
     torch.set_num_threads(1)
     try:
-        workers.run([(cost, lambda cost=cost: order.append((cost, threading.current_thread()))) for cost in (1, 3, 2)])
+        workers.run([lambda i=i: order.append((i, threading.current_thread())) for i in (1, 3, 2)], costs=None)
     finally:
         torch.set_num_threads(before)
-    assert order == [(cost, threading.main_thread()) for cost in (3, 2, 1)]
+    assert order == [(i, threading.main_thread()) for i in (1, 3, 2)]
 
 
 def test_an_error_is_raised_after_all_tasks_have_ended(four_threads):
@@ -60,23 +64,23 @@ def test_an_error_is_raised_after_all_tasks_have_ended(four_threads):
         raise RuntimeError("this one")
 
     with pytest.raises(RuntimeError, match="this one"):
-        workers.run([(1, fail), *((1, lambda i=i: ran.append(i)) for i in range(20))])
+        run_alike([fail, *(lambda i=i: ran.append(i) for i in range(20))])
     assert sorted(ran) == list(range(20))
 
 
 def test_tasks_run_without_gradients(four_threads):
     enabled = []
-    workers.run([(1, lambda: enabled.append(torch.is_grad_enabled()))] * 8)
+    run_alike([lambda: enabled.append(torch.is_grad_enabled())] * 8)
     assert enabled == [False] * 8
 
 
 def test_a_forked_process_makes_its_own_threads(four_threads):
-    workers.run([(1, lambda: None)] * 8)
+    run_alike([lambda: None] * 8)
     child = os.fork()
     if child == 0:
         ran = []
         try:
-            workers.run([(1, lambda i=i: ran.append(i)) for i in range(8)])
+            run_alike([lambda i=i: ran.append(i) for i in range(8)])
         finally:
             os._exit(0 if len(ran) == 8 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
