@@ -86,7 +86,8 @@ class Stage(StageLoop):
 
     def mean_loss(self) -> Tensor:
         """Mean loss of the microbatches of the last call."""
-        return torch.stack([self._losses[m] for m in sorted(self._losses)]).mean()
+        losses = [self._losses[m] for m in sorted(self._losses)]
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
     def abandon(self, first: int) -> None:
         """On the first and last stage, at the start of a call: drop what is in flight. The stages between learn it from the last one."""
@@ -134,7 +135,7 @@ class Stage(StageLoop):
                 raise RuntimeError(OTHER_DATA.format("last", "first"))
             self.transport.send_gradient(microbatch, self.control(Sort.ABANDON), self.norms.fields, None)
             raise _Abandoned
-        self._losses[microbatch] = fields[LOSS]
+        self._losses[microbatch] = fields[LOSS].clone()  # the message is received into again
 
     # -- forward, backward, update -----------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ def cold_tolerance(noise_floor: float, gradient_dtype: torch.dtype) -> float:
 
 @lru_cache
 def default_noise_floor(*dtypes: torch.dtype) -> float:
-    """Smallest trusted second-moment root of a rotated coordinate, relative to their RMS, for gradients and products of these precisions."""
+    """Smallest trusted second-moment root of a rotated coordinate, relative to their RMS, where these are the precisions involved."""
     return max(NOISE_FLOORS.get(dtype, NOISE_FLOORS[torch.float32]) for dtype in dtypes)
 
 

@@ -60,8 +60,11 @@ def largest_elements_on_host(gradients: Sequence[Tensor]) -> list[float]:
 
 def _extremes(gradients: Sequence[Tensor]) -> Tensor:
     """Least and largest element of each, `[2k]`, by the one operation for it that is vectorised on a processor."""
-    _refuse_sparse(gradients)
-    return torch.stack([extreme for g in gradients for extreme in torch.aminmax(g)])
+    try:
+        return torch.stack([extreme for g in gradients for extreme in torch.aminmax(g)])
+    except NotImplementedError:
+        _refuse_sparse(gradients)
+        raise
 
 
 def _refuse_sparse(gradients: Sequence[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Runs a stage's actions one after the other, and shows them in a trace."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from . import chrome_trace
 from .schedule import Action, Kind
@@ -17,24 +17,25 @@ TRACED = {
 
 
 def run(
-    actions: Iterable[Action],
-    handlers: Mapping[Kind, Callable[[int], None]],
-    trace: chrome_trace.Writer | None,
-    updates: Callable[[], int],
+    actions: Iterable[tuple[Action, Callable[[int], None]]], first: int, trace: chrome_trace.Writer | None, updates: Callable[[], int]
 ) -> None:
     """Run actions in their order.
 
     Args:
-        actions: of one stage.
-        handlers: what to do with the microbatch of each kind of action.
+        actions: of one stage, and what to do with the microbatch of each.
+        first: is added to their microbatches.
         trace: where to show them; None: nowhere.
         updates: how many updates the stage has made by now.
     """
-    for action in actions:
+    for action, handle in actions:
+        microbatch = first + action.microbatch
+        if trace is None:
+            handle(microbatch)
+            continue
         start_ns = time.time_ns()
-        handlers[action.kind](action.microbatch)
-        if trace is not None and action.kind in TRACED:
-            trace.span(TRACED[action.kind], action.microbatch, start_ns, time.time_ns(), updates=updates())
+        handle(microbatch)
+        if action.kind in TRACED:
+            trace.span(TRACED[action.kind], microbatch, start_ns, time.time_ns(), updates=updates())
 
 
 def open_trace(folder: str, stage: int, replica: int) -> chrome_trace.Writer:

@@ -29,7 +29,8 @@ class LaggedNorms:
         """Of the last update; False where the host knows that the factor is one."""
         self._on_host = self.known.device.type == "cpu"
         self._mine = torch.arange(stages, device=device) == stage
-        self._earlier, self._later = self.known[:stage], self.known[stage + 1 :]
+        self._earlier, self._own, self._later = self.known[:stage], self.known[stage : stage + 1], self.known[stage + 1 :]
+        self._one = self.factor
 
     def from_previous(self, norms: Tensor) -> None:
         """Take in what came with an activation, `[stages]`: the earlier stages' norms are newer there."""
@@ -63,10 +64,10 @@ class LaggedNorms:
             norms[self._stage] = own
             total = math.sqrt(sum(norm * norm for norm in norms))
             if math.isfinite(own):
-                self.known[self._stage] = own
+                self._own.fill_(own)
         rounded = torch.tensor(total, dtype=torch.float32)
         if largest > 0:
             factor = largest / (rounded.item() + STABILIZER)
             self.clips = not factor >= 1.0
-            self.factor = torch.tensor(factor if self.clips else 1.0, dtype=torch.float32)
+            self.factor = torch.tensor(factor, dtype=torch.float32) if self.clips else self._one
         return rounded

@@ -7,7 +7,7 @@ from torch import Tensor
 from . import chrome_trace
 from .actions import run
 from .lagged_norms import LaggedNorms
-from .schedule import AsyncSchedule, Kind
+from .schedule import Action, AsyncSchedule, Kind
 from .stop_requests import StopRequests
 from .transport import Transport
 from .weight_versions import WeightVersions
@@ -36,6 +36,7 @@ class StageLoop:
         self.outputs: dict[int, Payload] = {}
         self.gradients: list[Tensor] = []
         self.holes: set[int] = set()
+        self._calls: dict[tuple[int, bool], list[tuple[Action, Callable[[int], None]]]] = {}
         self._handlers: dict[Kind, Callable[[int], None]] = {
             Kind.POST_ACTIVATION: lambda _: transport.post_activation(),
             Kind.RECV_ACTIVATION: self._receive_activation,
@@ -67,8 +68,15 @@ class StageLoop:
             filled: whether the pipeline is.
             updates: how many this stage has made by now.
         """
-        run(AsyncSchedule(self.stages, accumulation).call(self.index, first, filled), self._handlers, self.trace, updates)
+        run(self._actions(accumulation, filled), first, self.trace, updates)
         self.transport.finish_gradients()
+
+    def _actions(self, accumulation: int, filled: bool) -> list[tuple[Action, Callable[[int], None]]]:
+        """Of a call whose first microbatch is 0, and what they do. All calls but those after a cut are alike."""
+        if (accumulation, filled) not in self._calls:
+            actions = AsyncSchedule(self.stages, accumulation).call(self.index, 0, filled)
+            self._calls = {(accumulation, filled): [(action, self._handlers[action.kind]) for action in actions]}
+        return self._calls[accumulation, filled]
 
     def drop(self) -> None:
         """Between two calls, on all stages: drop what is in flight."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,7 @@ class _Snapshot:
         self.tensors, self.users = tensors, 0
 
 
-@dataclass(frozen=True)
-class _Forwarded:
+class _Forwarded(NamedTuple):
     """What the backward of a microbatch needs of its forward: the weights' in-place counters, and the snapshot it saw."""
 
     counters: tuple[int, ...]
@@ -41,7 +40,7 @@ class WeightVersions:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], stashing: bool, predict: Callable[[], dict[Tensor, Tensor]] | None = None):
-        self._parameters, self._predict = list(parameters), predict
+        self._parameters, self._predict = tuple(parameters), predict
         self._stashing = stashing and bool(self._parameters)
         self._newest: _Snapshot | None = None
         self._in_flight: dict[int, _Forwarded] = {}
@@ -81,23 +80,27 @@ class WeightVersions:
         if self._newest is not None:
             self._newest.users += 1
         self._in_flight[microbatch] = _Forwarded(self._counters(), self._newest)
-        with self._swapped(self._newest):
+        self._swap_in(self._newest)
+        try:
             yield
+        finally:
+            self._swap_out()
 
     @contextmanager
     def backward(self, microbatch: int) -> Iterator[None]:
         """Run the backward of `microbatch` in here; its version is given up afterwards."""
-        forwarded = self._in_flight.pop(microbatch)
+        counters, snapshot = self._in_flight.pop(microbatch)
         now = self._counters()
-        self._set_counters(forwarded.counters)
+        self._set_counters(counters)
+        self._swap_in(snapshot)
         try:
-            with self._swapped(forwarded.snapshot):
-                yield
+            yield
         finally:
+            self._swap_out()
             self._set_counters(now)
-        if forwarded.snapshot is not None:
-            forwarded.snapshot.users -= 1
-            self._recycle(forwarded.snapshot)
+        if snapshot is not None:
+            snapshot.users -= 1
+            self._recycle(snapshot)
 
     def changed(self) -> None:
         """Tell that the weights are new: the next forward takes a snapshot of them."""
@@ -121,7 +124,7 @@ class WeightVersions:
 
     def _set_counters(self, counters: tuple[int, ...]) -> None:
         if self._parameters:
-            torch._C._autograd._unsafe_set_version_counter(tuple(self._parameters), counters)
+            torch._C._autograd._unsafe_set_version_counter(self._parameters, counters)
 
     @torch.no_grad()
     def _take_snapshot(self) -> _Snapshot:
@@ -139,20 +142,18 @@ class WeightVersions:
         if snapshot.users == 0 and snapshot is not self._newest:
             self._free.append(snapshot)
 
-    @contextmanager
-    def _swapped(self, snapshot: _Snapshot | None) -> Iterator[None]:
-        if snapshot is None:
-            yield
-            return
-        torch.clear_autocast_cache()  # it holds low-precision copies of weights, by parameter and not by version
-        live = [p.data for p in self._parameters]
-        for p, tensor in zip(self._parameters, snapshot.tensors):
-            p.data = tensor
-        self._live = live
-        try:
-            yield
-        finally:
-            self._live = []
-            for p, tensor in zip(self._parameters, live):
+    def _swap_in(self, snapshot: _Snapshot | None) -> None:
+        """Let the parameters hold a snapshot; None: what they hold."""
+        if snapshot is not None:
+            torch.clear_autocast_cache()  # it holds low-precision copies of weights, by parameter and not by version
+            self._live = [p.data for p in self._parameters]
+            for p, tensor in zip(self._parameters, snapshot.tensors):
                 p.data = tensor
+
+    def _swap_out(self) -> None:
+        """Let the parameters hold the newest weights."""
+        if self._live:
+            for p, tensor in zip(self._parameters, self._live):
+                p.data = tensor
+            self._live = []
             torch.clear_autocast_cache()

@@ -27,6 +27,9 @@ class Sort(IntEnum):
     CHANGED = 4  # the tensors' layout changes: the new one follows, then the message itself
 
 
+SORTS = tuple(Sort)
+
+
 @dataclass
 class Control:
     """The numbers at the head of a message.
@@ -48,7 +51,7 @@ class Control:
 
     @staticmethod
     def of(numbers: list[int]) -> "Control":
-        return Control(Sort(numbers[0]), *numbers[1:])
+        return Control(SORTS[numbers[0]], *numbers[1:])
 
 
 CONTROL_NUMBERS = len(Control().numbers())
@@ -107,13 +110,14 @@ class Format:
             strides = tuple(torch.Size(shape[place + 1 :]).numel() for place in range(len(shape)))
             self._places.append((dtype, shape, strides, position // dtype.itemsize))
             position += -(-dtype.itemsize * torch.Size(shape).numel() // ALIGNMENT) * ALIGNMENT
-        self._dtypes = {dtype for dtype, *_ in self._places}
+        self._dtypes = {dtype for dtype, *_ in self._places} - {torch.int64}
         self.bytes = position
 
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """(control, fields, tensors...) in a buffer of `self.bytes` bytes."""
-        typed = {dtype: buffer.view(dtype) for dtype in self._dtypes}
-        return [torch.as_strided(typed[dtype], shape, strides, offset) for dtype, shape, strides, offset in self._places]
+    def new(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        """A buffer, and (control, fields, tensors...) in it."""
+        buffer = torch.empty(self.bytes // torch.int64.itemsize, dtype=torch.int64, device=device)
+        typed = {torch.int64: buffer, **{dtype: buffer.view(dtype) for dtype in self._dtypes}}
+        return buffer, [torch.as_strided(typed[dtype], shape, strides, offset) for dtype, shape, strides, offset in self._places]
 
 
 def pack(views: list[Tensor], control: Control | None, fields: Tensor | None, tensors: list[Tensor]) -> None:
