@@ -35,6 +35,9 @@ class Gate:
         return fresh if self.flag is None else torch.where(self.flag, fresh, old)
 
 
+OPEN = Gate()
+
+
 def largest_elements(gradients: Sequence[Tensor]) -> Tensor:
     """The largest magnitude in each gradient, NaN where there is one: float64 `[k]` on the first one's device.
 

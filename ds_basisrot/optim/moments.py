@@ -47,13 +47,19 @@ def update(gradient: Tensor, momentum: Tensor, second_moment: Tensor, options: A
     return (_update_fused if fused else _update)(gradient, momentum, second_moment, options, gate)
 
 
+def root(second_moment: Tensor, floor: float) -> Tensor:
+    """max(sqrt(S), floor sqrt(mean(S))) for S `[(b,) m, n]`, a new tensor."""
+    if floor == 0.0:
+        return second_moment.sqrt()
+    smallest = second_moment.mean((-2, -1), keepdim=True).mul_(floor**2)
+    return second_moment.clamp(min=smallest).sqrt_()
+
+
 def _update(gradient: Tensor, momentum: Tensor, second_moment: Tensor, options: Adam, gate: Gate) -> tuple[Tensor, float]:
     beta1, beta2 = options.betas
     momentum.lerp_(gradient, gate.amount(1 - beta1))
     second_moment.mul_(gate.decay(beta2)).addcmul_(gradient, gradient, value=1 - beta2)
-    denominator = second_moment.sqrt()
-    if options.floor > 0.0:
-        denominator.clamp_(min=options.floor * second_moment.mean((-2, -1), keepdim=True).sqrt_())
+    denominator = root(second_moment, options.floor)
     step_size = options.learning_rate * math.sqrt(1 - beta2**options.step) / (1 - beta1**options.step)
     return torch.div(momentum, denominator.add_(options.eps), out=denominator), step_size
 

@@ -37,14 +37,12 @@ class StackUpdate:
         beta = self.group["betas"][1] if self.group["covariance_beta"] is None else self.group["covariance_beta"]
         if self.group["source"] == "second_order":
             decay = self.gate.decay(beta)
-            for (_, _, covariance), x in zip(self.stack.rotations, self._sides(gradient, gradient.mT)):
-                add_gram(self.state[covariance], x, decay, 1 - beta)
+            for rotation in self.stack.rotations:
+                add_gram(self.state[rotation.covariance], gradient if rotation.left else gradient.mT, decay, 1 - beta)
 
     def warming(self, gradient: Tensor) -> list[int]:
-        """The matrices that have no basis yet and whose gradient is not zero."""
+        """Of the matrices that have no basis yet, of which there is one, those whose gradient is not zero."""
         cold = self.state[self.stack.cold]
-        if not cold:
-            return []
         sizes = gradient.reshape(self.stack.part.shape).flatten(1).abs().amax(-1)[cold].tolist()
         return [index for index, size in zip(cold, sizes) if size > 0.0]
 
@@ -59,8 +57,8 @@ class StackUpdate:
         bases = eigenbasis.cold_start(self._one(gradient, index), *self.stack.sides, tolerance)
         bases = [basis for basis in bases if basis is not None]
         _check_finite(bases)
-        for (_, key, _), basis in zip(self.stack.rotations, bases):
-            self._one(self.state[key], index).copy_(basis)
+        for rotation, basis in zip(self.stack.rotations, bases):
+            self._one(self.state[rotation.basis], index).copy_(basis)
         momentum = self._one(self.state[self.stack.momentum], index)
         second_moment = self._one(self.state[self.stack.second_moment], index)
         if second_moment.any():  # of Adam, that trained it before: its coordinates are taken to be uncorrelated
@@ -78,10 +76,10 @@ class StackUpdate:
         stored = self._one(self.state[self.stack.momentum], index)
         second_moment = self._one(self.state[self.stack.second_moment], index)
         rotations = self.stack.rotations
-        old = [self._one(self.state[key], index).float() for _, key, _ in rotations]
+        old = [self._one(self.state[rotation.basis], index).float() for rotation in rotations]
         momentum = self._rotate_back(stored.float(), *self._sides_of(old))
         fresh, orders = [], []
-        for (side, _, covariance), basis, left in zip(rotations, old, self._sides(True, False)):
+        for (side, left, _, covariance), basis in zip(rotations, old):
             if self.group["source"] == "second_order":
                 whole = unpack(self._one(self.state[covariance], index), side)
                 new, order = eigenbasis.power_step(whole, basis, self.group["covariance_damping"])
@@ -90,12 +88,11 @@ class StackUpdate:
             fresh.append(self.gate.choose(new, basis))
             orders.append(self.gate.choose(order, torch.arange(side, device=order.device)))
         _check_finite(fresh)
-        for (_, key, _), basis in zip(rotations, fresh):
-            self._one(self.state[key], index).copy_(basis)
-        for order, left in zip(orders, self._sides(True, False)):
-            second_moment.copy_((eigenbasis.gather_rows if left else eigenbasis.gather_columns)(second_moment, order))
+        for rotation, basis, order in zip(rotations, fresh, orders):
+            self._one(self.state[rotation.basis], index).copy_(basis)
+            second_moment.copy_((eigenbasis.gather_rows if rotation.left else eigenbasis.gather_columns)(second_moment, order))
         # In the bases as they are stored, so that rounding them does not turn the momentum.
-        bases = self._sides_of([self._one(self.state[key], index).float() for _, key, _ in rotations])
+        bases = self._sides_of([self._one(self.state[rotation.basis], index).float() for rotation in rotations])
         stored.copy_(self.gate.choose(self._rotate(momentum, *bases).to(stored.dtype), stored))
 
     def direction(self, gradient: Tensor) -> tuple[Tensor, Tensor | None, float]:
@@ -125,10 +122,7 @@ class StackUpdate:
             lr b1^s sqrt(1 - b2^(t+s)) / (1 - b1^(t+s)),    s = 1..updates
         """
         state, (beta1, beta2) = self.state, self.group["betas"]
-        second_moment = state[self.stack.second_moment]
-        denominator, floor = second_moment.sqrt(), self._relative_floor()
-        if floor > 0.0:
-            denominator.clamp_(min=floor * second_moment.mean((-2, -1), keepdim=True).sqrt_())
+        denominator = moments.root(state[self.stack.second_moment], self._relative_floor())
         x = state[self.stack.momentum].float() / denominator.add_(self._eps())
         left, right = self._factors()
         if left is not None:
@@ -149,10 +143,6 @@ class StackUpdate:
     def _factors(self) -> tuple[Tensor | None, Tensor | None]:
         """The bases in the precision of the products."""
         return self.stack.bases(self.state, STATE_DTYPES[self.group["product_dtype"]])
-
-    def _sides(self, left: Any, right: Any) -> list:
-        """Of two things, those of the rotated sides."""
-        return [thing for thing, on in zip((left, right), self.stack.sides) if on]
 
     def _sides_of(self, bases: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
         """Bases of the rotated sides as (left, right)."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,17 @@ SMALLEST_EPS = 2.0**-63
 
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Of momentum and bases. The second moment and the covariances decay so slowly that bfloat16 would round their increments away."""
+
+
+class Rotation(NamedTuple):
+    """One rotated side of the matrices of a stack."""
+
+    length: int
+    left: bool
+    basis: str
+    """The state's key for it."""
+    covariance: str
+    """The state's key for it."""
 
 
 @dataclass
@@ -91,10 +102,12 @@ class MatrixStack:
         return tuple(self.key(name) if on else None for name, on in zip((LEFT_BASIS, RIGHT_BASIS), self.sides))
 
     @cached_property
-    def rotations(self) -> list[tuple[int, str, str]]:
-        """(length, key of the basis, key of the covariance) of each rotated side, the left one first."""
-        named = ((self.part.shape[1], LEFT_BASIS, LEFT_COVARIANCE), (self.part.shape[2], RIGHT_BASIS, RIGHT_COVARIANCE))
-        return [(side, self.key(basis), self.key(covariance)) for (side, basis, covariance), on in zip(named, self.sides) if on]
+    def rotations(self) -> list[Rotation]:
+        """Of each rotated side, the left one first."""
+        _, m, n = self.part.shape
+        left = Rotation(m, True, self.key(LEFT_BASIS), self.key(LEFT_COVARIANCE))
+        right = Rotation(n, False, self.key(RIGHT_BASIS), self.key(RIGHT_COVARIANCE))
+        return [rotation for rotation, on in zip((left, right), self.sides) if on]
 
 
 def new_state(p: Tensor, stacks: Sequence[MatrixStack], group: dict[str, Any], size: float, meta: bool = False) -> dict[str, Any]:
@@ -118,7 +131,7 @@ def new_state(p: Tensor, stacks: Sequence[MatrixStack], group: dict[str, Any], s
         state[stack.second_moment] = torch.zeros(stack.shape, device=device)
         state[stack.key(FAILED_REFRESHES)] = [0] * stack.part.shape[0]
         state[stack.cold] = list(range(stack.part.shape[0])) if any(stack.sides) else []
-        for side, basis, covariance in stack.rotations:
+        for side, _, basis, covariance in stack.rotations:
             state[basis] = torch.eye(side, dtype=dtype, device=device).expand(*lead, side, side).clone()
             if group["source"] == "second_order":
                 state[covariance] = torch.zeros(*lead, packed_size(side), device=device)
@@ -132,6 +145,14 @@ def _power_of_two(size: float) -> float:
 def is_usable(state: dict | None, size: float) -> bool:
     """False for a gradient that is not finite, or that is absurdly larger than those its state is made of."""
     return math.isfinite(size) and (not state or size <= LARGEST_USABLE * max(1.0, state[SCALE]))
+
+
+def fits(state: dict | None, size: float) -> bool:
+    """True in the ordinary case: the gradient is usable, and the state is neither begun anew nor rescaled for it."""
+    if not state:
+        return False
+    scale = state[SCALE]
+    return size <= LARGEST_UNSCALED * scale and (scale <= 1.0 or size >= SMALLEST_UNSCALED * scale)
 
 
 def is_history(state: dict, size: float) -> bool:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from . import adamw, workers
-from .gradient_gate import Gate, Outcome, largest_elements, largest_elements_on_host
+from .gradient_gate import OPEN, Gate, Outcome, largest_elements, largest_elements_on_host
 from .layout import Part
 from .roles import Role
 from .rotated_adam import StackUpdate
 from .side_stream import SideStream
-from .state import COLD, FAILED_REFRESHES, LARGEST_USABLE, SCALE, STEP, MatrixStack, is_history, is_usable, new_state, rescale
+from .state import COLD, FAILED_REFRESHES, LARGEST_USABLE, SCALE, STEP, MatrixStack, fits, is_history, is_usable, new_state, rescale
 
 logger = logging.getLogger("ds_basisrot")
 
@@ -102,16 +102,20 @@ class MatrixUpdates:
 
     def _decide_on_host(self, work: Work, sizes: list[float], agree: Agreement | None) -> tuple[Work, Gate] | None:
         """`_decide` where the sizes are known here."""
-        unusable = next((i for i, (_, p) in enumerate(work) if not is_usable(self.state.get(p), sizes[i])), None)
+        states = [self.state.get(p) for _, p in work]
+        ordinary = all(map(fits, states, sizes))
+        unusable = None if ordinary else next((i for i, usable in enumerate(map(is_usable, states, sizes)) if not usable), None)
         usable = unusable is None
         if not (usable if agree is None else agree(torch.tensor(usable))):
             self._skip(work, sizes, unusable)
             return None
+        if ordinary:
+            return work, OPEN
         for (group, p), size in zip(work, sizes):
             self._fit_units(p, size)
             if not self.state.get(p) and size > 0.0:
                 self.state[p] = new_state(p, self._plan[p].stacks, group, size)
-        return [member for member in work if self.state.get(member[1])], Gate()
+        return [member for member in work if self.state.get(member[1])], OPEN
 
     def _fit_units(self, p: Tensor, size: float) -> None:
         """Bring the state of `p` into units that fit a gradient of this finite size."""
@@ -196,7 +200,7 @@ class MatrixUpdates:
         for group, p in work:
             directions = []
             for stack in self._plan[p].stacks:
-                update = StackUpdate(stack, self.state[p], group, Gate(), self.gradient_dtype or p.dtype)
+                update = StackUpdate(stack, self.state[p], group, OPEN, self.gradient_dtype or p.dtype)
                 x, right, step_size = update.predicted(updates)
                 directions.append((stack.part, x, right))
             if directions:
@@ -206,10 +210,11 @@ class MatrixUpdates:
     def _update_bases(self, update: StackUpdate, gradient: Tensor, role: Role, state: dict) -> None:
         """The cold starts and refreshes that are due."""
         stack = update.stack
-        cold = state[stack.cold]
-        due = [i for i in role.due(stack, state[STEP]) if i not in cold]
-        for index in update.warming(gradient):
-            self._try(lambda i: update.start(i, gradient), index, stack, role, state)
+        due = role.due(stack, state[STEP])
+        if state[stack.cold]:
+            due = [i for i in due if i not in state[stack.cold]]
+            for index in update.warming(gradient):
+                self._try(lambda i: update.start(i, gradient), index, stack, role, state)
         for index in due:
             self._try(update.refresh, index, stack, role, state)
 
