@@ -174,6 +174,8 @@ def _merge(options: argparse.Namespace) -> None:
         raise CommandError(f"--merge: {error}") from error
     except OSError as error:
         raise CommandError(f"--merge: {error.filename}: {error.strerror}") from error
+    if not lanes:
+        raise CommandError(f"--merge: nothing has happened in the traces in {options.merge}; look again after the job's first updates")
     out = console(options.json)
     figures = [_lane_figures(lane) for lane in lanes]
     result = table(

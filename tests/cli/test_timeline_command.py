@@ -167,6 +167,8 @@ def test_wrong_arguments_of_a_merge_get_one_line(capsys, tmp_path):
     assert "one of the arguments --stages --merge is required" in refusal(capsys, "timeline")
     assert f"--merge: {tmp_path} has no traces" in refusal(capsys, "timeline", "--merge", tmp_path)
     assert "is not a folder" in refusal(capsys, "timeline", "--merge", tmp_path / "missing")
+    rank_file(tmp_path, 0, 0).write_text("[\n")
+    assert "nothing has happened in the traces" in refusal(capsys, "timeline", "--merge", tmp_path)
     write_run(tmp_path)
     for option, value in (("--gas", "2"), ("--forward-ms", "1"), ("--picture", str(tmp_path / "new.png"))):
         assert f"{option}: belongs to a simulation" in refusal(capsys, "timeline", "--merge", tmp_path, option, value)
