@@ -157,6 +157,7 @@ def run(case, out):
     torch.save(result, os.path.join(folder, f"rank_{dist.get_rank()}.pt"))
     if pipeline:
         engine.drain()  # nothing may be in flight in groups that end
+    engine.destroy()  # what ZeRO hangs on parameters would keep it, its groups and their threads for ever
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What workers that run cases of real engines share: the start of the process, and cases that must end in an error."""
 
 import faulthandler
+import gc
 import json
 import os
 import sys
@@ -23,6 +24,8 @@ def main(run, limit_s=240):
     deepspeed.init_distributed("gloo")
     with open(sys.argv[1]) as file:
         cases = json.load(file)
+    gc.collect()
+    gc.freeze()  # what is imported need not be looked at after every case
     for case in cases:
         faulthandler.dump_traceback_later(limit_s, exit=True)
         if case.get("refused"):
@@ -46,6 +49,7 @@ def _forget_groups():
             setattr(groups, name, None)
         elif name.endswith(("_GROUP", "_GROUP_RANKS")) and isinstance(value, dict):
             value.clear()
+    gc.collect()  # engines are in cycles and hold groups, whose threads end with them
 
 
 def _run_refused(run, case, out):
