@@ -313,18 +313,18 @@ class AsyncPipeline:
 
     def _check_trainable(self) -> None:
         """The set of trainable parameters may change while nothing is in flight."""
-        if all(p.requires_grad == trained for p, trained in self._was_trainable):
+        trainable = self._trainable_parameters()
+        if list(map(id, trainable)) == list(map(id, self._trainable)):
             return
         self.tied.check()
         if self._filled:
             raise RuntimeError("parameters were frozen or unfrozen with microbatches in flight: call engine.drain() on all ranks before")
-        self._trainable = self.clipping.parameters = self._trainable_parameters()
+        self._trainable = self.clipping.parameters = trainable
         self.stage.versions = self._new_versions()
         self._compensate_delays()
 
     def _trainable_parameters(self) -> list[torch.nn.Parameter]:
-        self._was_trainable = [(p, p.requires_grad) for p in self.engine.module.parameters()]
-        return [p for p, trainable in self._was_trainable if trainable]
+        return [p for p in self.engine.module.parameters() if p.requires_grad]
 
     def _new_versions(self) -> WeightVersions:
         engine, stashing = self.engine, self.options.weight_stashing and self.staleness > 0

@@ -135,7 +135,7 @@ class Stage(StageLoop):
                 raise RuntimeError(OTHER_DATA.format("last", "first"))
             self.transport.send_gradient(microbatch, self.control(Sort.ABANDON), self.norms.fields, None)
             raise _Abandoned
-        self._losses[microbatch] = fields[LOSS].clone()  # the message is received into again
+        self._losses[microbatch] = fields[LOSS].clone()  # a view would keep all of the message
 
     # -- forward, backward, update -----------------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class Stage(StageLoop):
         with self.versions.forward(microbatch):
             engine._exec_forward_pass(0)
         if self.is_last:
-            self._losses[microbatch] = self._scalar_loss().detach().float()
+            self._losses[microbatch] = self._scalar_loss().detach().to(torch.float32, copy=True)
         self.outputs[microbatch], buffers["outputs"][0], buffers["inputs"][0] = buffers["outputs"][0], None, None
 
     def _take_inputs(self, microbatch: int) -> None:

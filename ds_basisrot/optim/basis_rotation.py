@@ -150,8 +150,11 @@ class BasisRotation(MatrixUpdates, torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         """One update of every parameter that has a gradient; returns the closure's loss, if there is a closure."""
+        if type(self).step is not BasisRotation.step:  # of a subclass, which torch has wrapped
+            return self._step(closure)
         observed = torch.autograd._profiler_enabled() or any(_step_hooks(self))
-        return (self._observed_step if observed else self._step)(closure)
+        step = self._observed_step if observed else self._step
+        return step() if closure is None else step(closure)
 
     step.hooked = True  # torch wraps a step without this mark, for hooks and for profilers; its wrapper takes longer than a small update
 

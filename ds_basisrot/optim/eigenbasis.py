@@ -4,7 +4,6 @@ Every function takes batched matrices `[..., m, n]`. A basis holds its vectors i
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -46,10 +45,9 @@ def cold_tolerance(noise_floor: float, gradient_dtype: torch.dtype) -> float:
     return max(noise_floor / 10, NULL_TOLERANCE, 2 * torch.finfo(gradient_dtype).eps)
 
 
-@lru_cache
-def default_noise_floor(*dtypes: torch.dtype) -> float:
-    """Smallest trusted second-moment root of a rotated coordinate, relative to their RMS, where these are the precisions involved."""
-    return max(NOISE_FLOORS.get(dtype, NOISE_FLOORS[torch.float32]) for dtype in dtypes)
+def default_noise_floor(gradients: torch.dtype, products: torch.dtype) -> float:
+    """Smallest trusted second-moment root of a rotated coordinate, relative to their RMS, where these have these precisions."""
+    return max(NOISE_FLOORS.get(gradients, NOISE_FLOORS[torch.float32]), NOISE_FLOORS[products])
 
 
 def cold_start(gradient: Tensor, left: bool, right: bool, tolerance: float = NULL_TOLERANCE) -> tuple[Tensor | None, Tensor | None]:

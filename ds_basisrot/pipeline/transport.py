@@ -30,30 +30,6 @@ ANNOUNCEMENT = Format(0, ((torch.int64, (MAX_LAYOUT,)),))
 """A message whose tensor is a layout."""
 
 
-class Buffers:
-    """Buffers of messages and the views of their parts, kept to be used again."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._free: dict[Format, list[tuple[Tensor, list[Tensor]]]] = defaultdict(list)
-
-    def __len__(self) -> int:
-        """Formats that there are buffers of."""
-        return len(self._free)
-
-    def get(self, form: Format) -> tuple[Tensor, list[Tensor]]:
-        """One that is free, or a new one."""
-        if self._free[form]:
-            return self._free[form].pop()
-        if len(self._free) > MOST_FORMATS:  # of shapes that may not come again
-            self._free.clear()
-        return form.new(self._device)
-
-    def put(self, form: Format, buffer: tuple[Tensor, list[Tensor]]) -> None:
-        """Nobody needs what is in it any more."""
-        self._free[form].append(buffer)
-
-
 class Outbox:
     """Sends under way to one neighbour. Buffers are kept until their send is complete, then used again.
 
@@ -62,15 +38,16 @@ class Outbox:
     """
 
     def __init__(self, lane: Lane, depth: int, device: torch.device):
-        self._lane, self._depth, self._buffers = lane, depth, Buffers(device)
+        self._lane, self._depth, self._device = lane, depth, device
         self._under_way: deque[list[tuple[Channel, Any, Format | None, Any]]] = deque()
+        self._free: dict[Format, list[tuple[Tensor, list[Tensor]]]] = defaultdict(list)
 
     def send(self, *messages: tuple[Format, Control, Tensor | None, list[Tensor]]) -> None:
         """Send messages of (format, control, fields, tensors), one after the other."""
         data, apart = self._lane.data, self._lane.control
         parts = []
         for form, control, fields, tensors in messages:
-            buffer, views = self._buffers.get(form)
+            buffer, views = self._free[form].pop() if self._free[form] else form.new(self._device)
             pack(views, control if apart is None else None, fields, tensors)
             parts.append((data, data.send(buffer), form, (buffer, views)))
             if apart is not None:
@@ -79,6 +56,8 @@ class Outbox:
         self._under_way.append(parts)
         while len(self._under_way) > self._depth:
             self._wait_for_oldest()
+        if len(self._free) > MOST_FORMATS:  # of shapes that may not come again
+            self._free.clear()
 
     def finish(self) -> None:
         """Wait until everything sent has been received."""
@@ -89,41 +68,34 @@ class Outbox:
         for channel, work, form, buffer in self._under_way.popleft():
             channel.wait(work)
             if form is not None:
-                self._buffers.put(form, buffer)
+                self._free[form].append(buffer)
 
 
 class Inbox:
     """Receives from one neighbour, posted ahead and waited for in order.
 
-    Args:
-        buffers: where what was taken is given back when the next message is; None: it is the caller's for ever.
+    Each message has memory of its own: inputs live until their backward, and autograd may make a received gradient that of a parameter.
     """
 
-    def __init__(self, lane: Lane, device: torch.device, buffers: Buffers | None = None):
-        self._lane, self._device, self._buffers = lane, device, buffers
-        self._posted: deque[tuple[Format, tuple[Tensor, list[Tensor]], Any, Tensor | None, Any]] = deque()
-        self._taken: tuple[Format, tuple[Tensor, list[Tensor]]] | None = None
+    def __init__(self, lane: Lane, device: torch.device):
+        self._lane, self._device = lane, device
+        self._posted: deque[tuple[list[Tensor], Any, Tensor | None, Any]] = deque()
 
     def post(self, form: Format) -> None:
         """Post the receive of the next message."""
-        buffer = form.new(self._device) if self._buffers is None else self._buffers.get(form)
-        work, control, control_work = self._lane.data.receive(buffer[0]), None, None
+        buffer, views = form.new(self._device)
+        work, control, control_work = self._lane.data.receive(buffer), None, None
         if self._lane.control is not None:
             control = torch.empty(CONTROL_NUMBERS, dtype=torch.int64)
             control_work = self._lane.control.receive(control)
-        self._posted.append((form, buffer, work, control, control_work))
+        self._posted.append((views, work, control, control_work))
 
     def take(self) -> tuple[Control, Tensor, list[Tensor]]:
         """Wait for the oldest posted message: (control, fields, tensors)."""
-        form, buffer, work, control, control_work = self._posted.popleft()
+        (numbers, fields, *tensors), work, control, control_work = self._posted.popleft()
         if control_work is not None:
             self._lane.control.wait(control_work)
         self._lane.data.wait(work)
-        if self._buffers is not None:
-            if self._taken is not None:
-                self._buffers.put(*self._taken)
-            self._taken = form, buffer
-        numbers, fields, *tensors = buffer[1]
         return Control.of((numbers if control is None else control).tolist()), fields, tensors
 
     def __len__(self) -> int:
@@ -150,7 +122,7 @@ class Transport:
         self._activations_in = Inbox(lanes.from_previous, device) if lanes.from_previous else None
         self._gradients_out = Outbox(lanes.to_previous, depth, device) if lanes.to_previous else None
         self._activations_out = Outbox(lanes.to_next, depth, device) if lanes.to_next else None
-        self._gradients_in = Inbox(lanes.from_next, device, Buffers(device)) if lanes.from_next else None
+        self._gradients_in = Inbox(lanes.from_next, device) if lanes.from_next else None
         self._layout_in: Layout | None = None
         self._layout_out: Layout | None = None
         self._received: dict[int, Layout | None] = {}  # of the activations whose gradients are to come
@@ -198,7 +170,7 @@ class Transport:
         self._gradients_in.post(self._gradient_format(self._sent.pop(microbatch)))
 
     def receive_gradient(self) -> tuple[Control, Tensor, list[Tensor]]:
-        """Wait for the next gradient: (control, fields, gradients of the floating-point outputs), good until the next one is waited for."""
+        """Wait for the next gradient: (control, fields, gradients of the floating-point outputs)."""
         return self._gradients_in.take()
 
     def send_gradient(self, microbatch: int, control: Control, fields: Tensor, inputs: Payload | None) -> None:

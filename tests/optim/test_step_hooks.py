@@ -37,9 +37,29 @@ def test_hooks_run_once_around_a_step(optimizer, everywhere):
     assert len(seen) == 2
 
 
-def test_a_hook_may_change_the_arguments(optimizer):
-    optimizer.register_step_pre_hook(lambda its, args, kwargs: ((its, lambda: 7), {}))
+@pytest.mark.parametrize("named", [False, True])
+def test_a_hook_may_change_the_arguments(optimizer, named):
+    def give_closure(its, args, kwargs):
+        assert (args, kwargs) == ((its,), {})
+        return (args, {"closure": lambda: 7}) if named else ((its, lambda: 7), {})
+
+    optimizer.register_step_pre_hook(give_closure)
     assert optimizer.step() == 7
+
+
+def test_hooks_run_once_around_the_step_of_a_subclass():
+    class Counted(BasisRotation):
+        def step(self, closure=None):
+            seen.append("step")
+            return super().step(closure)
+
+    seen, p = [], nn.Parameter(torch.zeros(3, 4))
+    p.grad = torch.ones(3, 4)
+    optimizer = Counted([p])
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    optimizer.step()
+    assert seen == ["before", "step", "after"] and p.detach().all()
 
 
 def test_a_profiler_names_the_step(optimizer):
