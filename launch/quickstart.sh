@@ -12,14 +12,6 @@ checkout="$(dirname "$here")"
 venv="${VENV:-$checkout/.venv}"
 python="$venv/bin/python"
 
-for argument in "$@"; do
-    if [ "$argument" = --help ] || [ "$argument" = -h ]; then # before anything is installed
-        sed -n '2,/^set /{/^#/p}' "${BASH_SOURCE[0]}" | cut -c 3-
-        [ ! -x "$python" ] || exec "$python" "$here/pretrain_gpt.py" --help
-        exit 0
-    fi
-done
-
 say() { printf '== %s\n' "$*"; }
 stop() { printf 'quickstart.sh: error: %s\n' "$*" >&2; exit 2; }
 # True once the environment has what is trained with, and ds_basisrot from this very checkout. -I: neither the current folder
@@ -35,6 +27,14 @@ complete = package is not None and all(find_spec(name) for name in ("torch", "de
 sys.exit(not (complete and Path(package.origin).is_relative_to(Path(sys.argv[1]).resolve())))
 CHECK
 }
+
+for argument in "$@"; do
+    if [ "$argument" = --help ] || [ "$argument" = -h ]; then # before anything is installed
+        sed -n '2,/^set /{/^#/p}' "${BASH_SOURCE[0]}" | cut -c 3-
+        if [ -x "$python" ] && installed; then exec "$python" "$here/pretrain_gpt.py" --help; fi
+        exit 0
+    fi
+done
 
 if ! "$python" -m pip --version >/dev/null 2>&1; then
     base="${PYTHON:-$(command -v python3.11 || command -v python3 || true)}"
