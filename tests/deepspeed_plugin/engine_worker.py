@@ -157,7 +157,9 @@ def run(case, out):
     torch.save(result, os.path.join(folder, f"rank_{dist.get_rank()}.pt"))
     if pipeline:
         engine.drain()  # nothing may be in flight in groups that end
-    engine.destroy()  # what ZeRO hangs on parameters would keep it, its groups and their threads for ever
+    # Hooks on parameters and on the last loss would keep the engine, its groups and their threads for ever.
+    engine.destroy()
+    engine.loss = engine.outputs = None
 
 
 if __name__ == "__main__":
