@@ -41,7 +41,7 @@ class StackUpdate:
                 add_gram(self.state[rotation.covariance], gradient if rotation.left else gradient.mT, decay, 1 - beta)
 
     def warming(self, gradient: Tensor) -> list[int]:
-        """Of the matrices that have no basis yet, of which there is one, those whose gradient is not zero."""
+        """The matrices that have no basis yet and whose gradient is not zero."""
         cold = self.state[self.stack.cold]
         sizes = gradient.reshape(self.stack.part.shape).flatten(1).abs().amax(-1)[cold].tolist()
         return [index for index, size in zip(cold, sizes) if size > 0.0]

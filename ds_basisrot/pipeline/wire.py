@@ -27,9 +27,6 @@ class Sort(IntEnum):
     CHANGED = 4  # the tensors' layout changes: the new one follows, then the message itself
 
 
-SORTS = tuple(Sort)
-
-
 @dataclass
 class Control:
     """The numbers at the head of a message.
@@ -51,7 +48,7 @@ class Control:
 
     @staticmethod
     def of(numbers: list[int]) -> "Control":
-        return Control(SORTS[numbers[0]], *numbers[1:])
+        return Control(Sort(numbers[0]), *numbers[1:])
 
 
 CONTROL_NUMBERS = len(Control().numbers())

@@ -64,7 +64,7 @@ def test_messages_arrive_as_they_were_sent(pair, dtype):
     assert torch.equal(gradients[0], 3 * output) and gradients[0].dtype == dtype
 
 
-def test_what_was_received_stays_and_what_was_sent_is_copied_into_few_buffers(pair):
+def test_what_was_received_stays_and_what_was_sent_is_a_copy(pair):
     first, second, *_ = pair
     received = []
     for microbatch in range(20):
