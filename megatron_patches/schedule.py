@@ -51,7 +51,7 @@ class AsyncPipeline:
         self._replica = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True).rank()
         device = next(model.parameters()).device
         pipelines = _all_pipelines(group)
-        lanes = Lanes(pipelines, group, control_apart=device.type != "cpu")
+        lanes = Lanes(pipelines, group, device)
         transport = Transport(lanes, late, device, activation_fields=stages, gradient_fields=LOSS_FIELDS + stages)
         self._stashing = options.weight_stashing and late > 0
         self._learning = [p for p in model.parameters() if p.requires_grad]

@@ -61,7 +61,7 @@ class TiedEmbeddings:
                 continue
             stages = (0, len(ranks) - 1) if me == ranks[0] else (len(ranks) - 1, 0)
             groups = groups if me == ranks[0] else groups[::-1]
-            channels = [Channel(*stages, ranks[stages[1]], group, TIED) for group in groups]
+            channels = [Channel(*stages, ranks[stages[1]], group, TIED, self._weight.device) for group in groups]
             self.tied = TiedWeight("word_embeddings", self._weight, *channels)
 
     def put_sum(self, update: int, microbatches: int) -> None:

@@ -1,8 +1,6 @@
 """The asynchronous schedule of one DeepSpeed PipelineEngine: what it replaces on the engine, and what happens between two calls."""
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,7 +55,7 @@ class AsyncPipeline:
             raise ConfigError("num_stages: the first stage has no trainable parameter; give its layers to the next stage")
         _let_the_host_run_ahead(engine)
         own_group = engine.grid.get_pipe_parallel_group()
-        lanes = Lanes(engine.grid.pipe_groups, own_group, control_apart=engine.device.type != "cpu")
+        lanes = Lanes(engine.grid.pipe_groups, own_group, engine.device)
         self.norms = LaggedNorms(engine.stage_id, engine.num_stages, options.clip_scope, engine.device)
         self.clipping = Clipping(engine, self.norms)
         self.clipping.parameters = self._trainable
@@ -136,8 +134,7 @@ class AsyncPipeline:
         self.engine._reserve_pipe_buffers(1)
         self.engine.fwd_outputs = []
         try:
-            with self._saying_who_is_gone():
-                self._train()
+            self._train()
         except OutOfData:
             self._filled = False
             self.versions.drop()  # of a snapshot that nobody has used, and that may be of other weights by the next call
@@ -145,6 +142,9 @@ class AsyncPipeline:
             raise StopIteration(
                 f"the data iterator has fewer microbatches left than an update needs ({self.engine.micro_batches})"
             ) from None
+        except RuntimeError as error:
+            self._say_who_is_gone(error)
+            raise
 
     def _train(self) -> None:
         accumulation = self.engine.micro_batches
@@ -179,20 +179,18 @@ class AsyncPipeline:
         feed, accumulation = self.feeds.now, engine.micro_batches
         lacking = self._reads() and feed.ended and len(feed.items) < accumulation
         numbers = torch.stack([loss, *torch.tensor([float(lacking), float(self.stop_requests.wanted)], device=loss.device)])
-        with self._saying_who_is_gone():
+        try:
             dist.all_reduce(numbers, group=engine.grid.get_data_parallel_group())
+        except RuntimeError as error:
+            self._say_who_is_gone(error)
+            raise
         self._replicas = numbers[1:]
         return numbers[0] / engine.dp_world_size
 
-    @contextmanager
-    def _saying_who_is_gone(self) -> Iterator[None]:
-        """Inside, what Gloo says of a process that has ended during a sum over replicas names the stage."""
-        try:
-            yield
-        except RuntimeError as error:
-            text = str(error)
-            if "lost its connection" in text or not any(sign in text for sign in GONE):
-                raise
+    def _say_who_is_gone(self, error: RuntimeError) -> None:
+        """Name the stage where Gloo says that a process has ended during a sum over replicas."""
+        text = str(error)
+        if "lost its connection" not in text and any(sign in text for sign in GONE):
             raise RuntimeError(
                 f"stage {self.engine.stage_id} lost its connection to another replica of this stage: that process has ended, look for what "
                 f"it said ({first_words(error)})"

@@ -37,7 +37,7 @@ class TiedWeights:
                     if name not in module.tied_comms[key]["weight_attr"]:
                         p.ds_pipe_replicated = False  # DeepSpeed takes the whole module for a copy, and would leave this out of the norm
                 other, groups = (late, groups) if me == ranks[early] else (early, groups[::-1])
-                channels = [Channel(engine.stage_id, other, ranks[other], group, TIED) for group in groups]
+                channels = [Channel(engine.stage_id, other, ranks[other], group, TIED, engine.device) for group in groups]
                 for attribute in module.tied_comms[key]["weight_attr"]:
                     name = f"tied_modules.{key}.{attribute}"
                     self._trainable[name] = (parameters[name], parameters[name].requires_grad)

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,23 +27,25 @@ class Channel:
         me, stage: this stage and the other.
         rank: the other's global rank.
         group, tag: that messages travel in.
+        device: of the messages.
     """
 
-    def __init__(self, me: int, stage: int, rank: int, group: Any, tag: int):
+    def __init__(self, me: int, stage: int, rank: int, group: Any, tag: int, device: torch.device):
         self.me, self.stage, self.rank, self.group, self.tag = me, stage, rank, group, tag
         self._rank_in_group = dist.get_group_rank(group, rank)
+        self._backend = group._get_backend(device)  # the group itself asks torch's dispatcher for it, at each message
 
     def send(self, tensor: Tensor) -> Any:
         """Start to send; returns what to wait for."""
         try:
-            return self.group.send([tensor], self._rank_in_group, self.tag)
+            return self._backend.send([tensor], self._rank_in_group, self.tag)
         except RuntimeError as error:
             raise self._lost(error) from None
 
     def receive(self, tensor: Tensor) -> Any:
         """Start to receive; returns what to wait for."""
         try:
-            return self.group.recv([tensor], self._rank_in_group, self.tag)
+            return self._backend.recv([tensor], self._rank_in_group, self.tag)
         except RuntimeError as error:
             raise self._lost(error) from None
 
@@ -81,10 +84,10 @@ class Lane:
     control: Channel | None
 
     @classmethod
-    def of(cls, me: int, stage: int, rank: int, group: Any, control_group: Any, tag: int) -> "Lane":
+    def of(cls, me: int, stage: int, rank: int, group: Any, control_group: Any, tag: int, device: torch.device) -> "Lane":
         """The channels between `me` and another stage."""
-        control = None if control_group is None else Channel(me, stage, rank, control_group, tag)
-        return cls(Channel(me, stage, rank, group, tag), control)
+        control = None if control_group is None else Channel(me, stage, rank, control_group, tag, torch.device("cpu"))
+        return cls(Channel(me, stage, rank, group, tag, device), control)
 
 
 class Lanes:
@@ -92,24 +95,26 @@ class Lanes:
 
     Every rank of the job must build one, at the same time: creating process groups is collective.
 
+    From an accelerator, control numbers travel as messages of their own between the processors, so that no host waits for it.
+
     Args:
         pipelines: for every pipeline of the job, the global ranks of its stages in order.
         own: the process group of this rank's pipeline.
-        control_apart: control numbers travel as messages of their own between the processors, so that no host waits for an accelerator.
+        device: of the messages.
     """
 
-    def __init__(self, pipelines: list[list[int]], own: Any, control_apart: bool):
+    def __init__(self, pipelines: list[list[int]], own: Any, device: torch.device):
         me = dist.get_rank()
         self.from_previous = self.to_previous = self.to_next = self.from_next = None
         for ranks in pipelines:
-            controls = dist.new_group(ranks, backend="gloo") if control_apart else None
+            controls = dist.new_group(ranks, backend="gloo") if device.type != "cpu" else None
             for stage, (first, second) in enumerate(zip(ranks, ranks[1:])):
                 activations, gradients = (group_of_pair((first, second), own) for _ in range(2))
                 if me == first:
                     to = (stage, stage + 1, second)
-                    self.to_next = Lane.of(*to, activations, controls, ACTIVATIONS)
-                    self.from_next = Lane.of(*to, gradients, controls, GRADIENTS)
+                    self.to_next = Lane.of(*to, activations, controls, ACTIVATIONS, device)
+                    self.from_next = Lane.of(*to, gradients, controls, GRADIENTS, device)
                 elif me == second:
                     to = (stage + 1, stage, first)
-                    self.from_previous = Lane.of(*to, activations, controls, ACTIVATIONS)
-                    self.to_previous = Lane.of(*to, gradients, controls, GRADIENTS)
+                    self.from_previous = Lane.of(*to, activations, controls, ACTIVATIONS, device)
+                    self.to_previous = Lane.of(*to, gradients, controls, GRADIENTS, device)

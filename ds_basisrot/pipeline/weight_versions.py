@@ -126,7 +126,6 @@ class WeightVersions:
         if self._parameters:
             torch._C._autograd._unsafe_set_version_counter(self._parameters, counters)
 
-    @torch.no_grad()
     def _take_snapshot(self) -> _Snapshot:
         live = [p.data for p in self._parameters]
         snapshot = self._free.pop() if self._free else _Snapshot([torch.empty_like(t) for t in live])
