@@ -1,8 +1,8 @@
 """The file that chooses optimizer and schedule: JSON or YAML, the same two blocks as in a ds_config.json."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from ds_basisrot import __version__
+from ds_basisrot.common import json_text
 from ds_basisrot.common.agreement import flat
 from ds_basisrot.common.blocks import (
     DIAGNOSTICS_PERIOD,
@@ -25,6 +26,8 @@ from ds_basisrot.common.blocks import (
     sub_block,
 )
 from ds_basisrot.optim.options import closest
+
+from . import yaml_text
 
 BLOCKS = ("optimizer", "pipeline")
 
@@ -81,9 +84,11 @@ def _read(path: Path) -> Mapping[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"is not text: byte {error.start}, {error.reason}") from None
     try:
-        config = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except json.JSONDecodeError as error:
+        config = json_text.parse(text) if path.suffix == ".json" else yaml_text.parse(text)
+    except JSONDecodeError as error:
         raise ConfigError(f"is not JSON: line {error.lineno}, {error.msg}") from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"is not YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(config, Mapping):

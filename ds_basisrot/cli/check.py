@@ -1,10 +1,10 @@
 """`ds-basisrot check`: says what a DeepSpeed configuration file will activate, or what is wrong with it, before any job starts."""
 
 import argparse
-import json
 from pathlib import Path
 
 from ds_basisrot.cli.errors import CommandError
+from ds_basisrot.common import json_text
 
 NAME = "check"
 HELP = "check the optimizer and pipeline blocks of a DeepSpeed configuration"
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
 def load(path: Path) -> dict:
     """The configuration in `path`; CommandError where that is no readable JSON object or names a key twice."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+        config = json_text.parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CommandError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # includes undecodable text
@@ -40,13 +40,3 @@ def load(path: Path) -> dict:
     if not isinstance(config, dict):
         raise CommandError(f"{path} must hold a JSON object, as DeepSpeed's configuration does, not a {type(config).__name__}")
     return config
-
-
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict:
-    # DeepSpeed refuses repeated keys too; json alone would silently keep the last
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {repeated!r} appears twice; keep one")
-    return result

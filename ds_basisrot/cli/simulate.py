@@ -1,7 +1,6 @@
 """`ds-basisrot simulate`: what an optimizer's options do to convergence under the staleness of an asynchronous pipeline."""
 
 import argparse
-import json
 import platform
 import statistics
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from ds_basisrot import __version__
 from ds_basisrot.cli.arguments import count, nonnegative
 from ds_basisrot.cli.errors import CommandError
 from ds_basisrot.cli.output import add_json_argument, amount, check_json_target, console, progress, write_json
+from ds_basisrot.common import json_text
 
 if TYPE_CHECKING:
     from ds_basisrot.bench.convergence import Curve
@@ -188,7 +188,7 @@ def _named_block(argument: str) -> tuple[str, Any]:
     if not (equals and name) or name.startswith("{"):
         raise argparse.ArgumentTypeError(f'must be NAME={{"type": "AdamW", "params": {{...}}}}, got {argument!r}')
     try:
-        return name, json.loads(text)
+        return name, json_text.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{name}: not valid JSON: {error}; put the whole argument in single quotes") from None
 

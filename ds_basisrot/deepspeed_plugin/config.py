@@ -183,10 +183,13 @@ def validate(config: Mapping[str, Any]) -> list[str]:
         check_optimizer_setting(config)
     else:
         check_optimizer_type(kind)
-    return [
+    lines = [
         f"optimizer: {OPTIMIZER_TYPE if is_basis_rotation(kind) else kind or 'none here; the script must pass one'}",
         f"pipeline schedule: {options.schedule}" + (f", {describe_async(options)}" if options.asynchronous else " (DeepSpeed's own)"),
     ]
+    if options.asynchronous or is_basis_rotation(kind):
+        lines.append(f"ZeRO stage {_zero_stage(config)}, {_precision(config).replace('bfloat16', 'bf16')}")
+    return lines
 
 
 def _check_misplaced(config: Mapping[str, Any]) -> None:

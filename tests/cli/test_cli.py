@@ -28,6 +28,15 @@ def test_check_prints_what_the_configuration_activates(capsys, tmp_path):
     assert "BasisRotation" in capsys.readouterr().out
 
 
+def test_check_names_zero_stage_and_precision_of_what_is_ours(capsys, tmp_path):
+    path = tmp_path / "ds.json"
+    ours = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "pipeline": {"schedule": "async_1f1b"}}
+    for config, last in ((ours, "ZeRO stage 1, bf16"), ({"optimizer": {"type": "Adam"}}, "pipeline schedule: 1f1b (DeepSpeed's own)")):
+        path.write_text(json.dumps(config))
+        assert main(["check", str(path)]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == last
+
+
 def test_check_names_what_a_client_has_to_fill_in(capsys, tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"train_batch_size": "auto", "optimizer": {"type": "BasisRotation", "params": {"lr": "auto"}}}))

@@ -48,7 +48,7 @@ def config(tmp_path):
     return small_config(tmp_path)
 
 
-@pytest.mark.parametrize("name, staleness", [("basis_rotation", [1, 0]), ("synchronous", [0, 0])])
+@pytest.mark.parametrize("name, staleness", [("basis_rotation", [1, 0]), ("synchronous", [0, 0]), ("zero1_bf16", [1, 0])])
 def test_a_resumed_job_goes_on_exactly_as_if_it_had_never_stopped(tmp_path, name, staleness):
     config = small_config(tmp_path, name)
     flags = [SCRIPT, "--ds-config", config, "--name", "first", "--updates", 10, "--save-interval", 6, "--eval-interval", 4, *SMALL]

@@ -6,7 +6,7 @@ from types import MappingProxyType
 import pytest
 
 from ds_basisrot.common.blocks import ConfigError
-from megatron_patches import config
+from megatron_patches import config, yaml_text
 
 ASYNC = {"schedule": "async_1f1b"}
 ROTATE = {"type": "BasisRotation", "params": {"refresh_period": 7, "tp_mode": "exact"}}
@@ -45,6 +45,20 @@ def test_json_yaml_and_mapping_say_the_same(tmp_path, name):
     assert config.load(both).path == "the configuration"
 
 
+def test_numbers_with_an_exponent_are_numbers(tmp_path):
+    texts = ["2e-3", "2E-3", "+2e-3", ".2e-2", "2.e-3", "2.0e-3", "0.002"]
+    for text in texts:
+        path = write(tmp_path, "basisrot.yaml", f"optimizer: {{type: BasisRotation, params: {{lr: {text}, eps: 1e+0}}}}")
+        assert config.load(path).optimizer == {"lr": 0.002, "eps": 1.0}, text
+    path = write(tmp_path, "basisrot.yaml", 'pipeline: {schedule: async_1f1b, trace: "2e-3"}')
+    assert config.load(path).pipeline.trace == "2e-3"
+
+
+def test_a_yaml_merge_may_be_overruled():
+    merged = yaml_text.parse("base: &base {a: 1, b: 2}\nown: &own {<<: *base, b: 3}\nthird: {<<: *own, a: 4}\n")
+    assert merged["own"] == {"a": 1, "b": 3} and merged["third"]["a"] == 4
+
+
 def test_each_block_is_enough():
     only_schedule = config.load({"pipeline": ASYNC, "optimizer": None})
     assert only_schedule.optimizer is None and only_schedule.pipeline.asynchronous
@@ -68,6 +82,9 @@ FILES = [
     ("basisrot.yaml", "", ["must be an object"]),
     ("basisrot.yaml", "- pipeline", ["must be an object"]),
     ("basisrot.yaml", "1: 2", ["unknown", "1"]),
+    ("basisrot.json", '{"pipeline": {"schedule": "async_1f1b", "schedule": "1f1b"}}', ["'schedule' appears twice", "keep one"]),
+    ("basisrot.yaml", "pipeline: {schedule: async_1f1b, schedule: 1f1b}", ["'schedule' appears twice", "keep one"]),
+    ("basisrot.yaml", "pipeline: {schedule: async_1f1b}\npipeline: {}", ["'pipeline' appears twice"]),
 ]
 
 
