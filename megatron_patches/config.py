@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from ds_basisrot import __version__
 from ds_basisrot.common import json_text
@@ -89,8 +88,6 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"is not JSON: line {error.lineno}, {error.msg}") from None
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"is not YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(config, Mapping):
         raise ConfigError('must be an object with the blocks "optimizer" and "pipeline"')
     return config

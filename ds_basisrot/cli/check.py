@@ -15,13 +15,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    # Here, as the other commands need not wait for it.
     from ds_basisrot.common.blocks import ConfigError
-    from ds_basisrot.deepspeed_plugin.config import validate, without_auto  # here: the other commands need not wait for it
+    from ds_basisrot.deepspeed_plugin.config import describe_training, validate, without_auto
 
     config = load(options.config)
     try:
         config, left = without_auto(config)
-        lines = validate(config)
+        lines = [*validate(config), describe_training(config, left)]
     except ConfigError as error:
         raise CommandError(f"{options.config}: {error}") from error
     if left:

@@ -10,7 +10,10 @@ def parse(text: str) -> Any:
     Raises:
         ValueError: it is no JSON (json.JSONDecodeError), or an object names a key twice, of which json alone would keep the last.
     """
-    return json.loads(text, object_pairs_hook=_without_duplicates)
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

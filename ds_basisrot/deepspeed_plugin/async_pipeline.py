@@ -14,7 +14,7 @@ from ..common.blocks import ConfigError, PipelineOptions, describe_async
 from ..common.log import log
 from ..pipeline import weight_prediction
 from ..pipeline.actions import open_trace
-from ..pipeline.channels import GONE, Lanes, first_words
+from ..pipeline.channels import GONE, Lanes, first_words, is_of_gloo
 from ..pipeline.lagged_norms import LaggedNorms
 from ..pipeline.schedule import AsyncSchedule, staleness
 from ..pipeline.stash import stash_versions
@@ -189,8 +189,7 @@ class AsyncPipeline:
 
     def _say_who_is_gone(self, error: RuntimeError) -> None:
         """Name the stage where Gloo says that a process has ended during a sum over replicas."""
-        text = str(error)
-        if "lost its connection" not in text and any(sign in text for sign in GONE):
+        if self.engine.is_data_parallel and is_of_gloo(error) and any(sign in str(error) for sign in GONE):
             raise RuntimeError(
                 f"stage {self.engine.stage_id} lost its connection to another replica of this stage: that process has ended, look for what "
                 f"it said ({first_words(error)})"

@@ -1,7 +1,9 @@
 """The blocks of a ds_config.json that we read: validated before training, with one-line errors that name the key."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from ..common import blocks
 from ..common.blocks import (
@@ -172,6 +174,8 @@ def validate(config: Mapping[str, Any]) -> list[str]:
         raise ConfigError("pipeline: must be an object {...}, got None; remove the key")
     optimizer, options = sub_block(config, "optimizer"), pipeline_options(sub_block(config, "pipeline"))
     kind = optimizer.get("type")
+    if options.asynchronous or is_basis_rotation(kind):
+        _check_training(config)
     if options.asynchronous:
         _check_async_setting(config)
         clipping = config.get("gradient_clipping", 0)
@@ -183,13 +187,32 @@ def validate(config: Mapping[str, Any]) -> list[str]:
         check_optimizer_setting(config)
     else:
         check_optimizer_type(kind)
-    lines = [
+    return [
         f"optimizer: {OPTIMIZER_TYPE if is_basis_rotation(kind) else kind or 'none here; the script must pass one'}",
         f"pipeline schedule: {options.schedule}" + (f", {describe_async(options)}" if options.asynchronous else " (DeepSpeed's own)"),
     ]
-    if options.asynchronous or is_basis_rotation(kind):
-        lines.append(f"ZeRO stage {_zero_stage(config)}, {_precision(config).replace('bfloat16', 'bf16')}")
-    return lines
+
+
+def _check_training(config: Mapping[str, Any]) -> None:
+    """Refuse in a line what DeepSpeed itself refuses in a traceback."""
+    if config.get("zero_optimization", {}) is None:
+        raise ConfigError("zero_optimization: must be an object {...}, got None; remove the key")
+    if _precision(config) not in ("fp32", "fp16") and _is_on(sub_block(config, "fp16").get("enabled", False)):
+        raise ConfigError(f"{_precision(config)}.enabled, fp16.enabled: DeepSpeed trains in one of these precisions; switch one off")
+
+
+def describe_training(config: Mapping[str, Any], undecided: Sequence[str] = ()) -> str:
+    """ZeRO stage and precision of a valid ds_config, in words.
+
+    Args:
+        undecided: names of what a client will fill in, see `without_auto`.
+    """
+    stage = "decided by the client" if any(name.startswith("zero_optimization") for name in undecided) else _zero_stage(config)
+    precision = _precision(config)
+    if any(name in [f"{block}.enabled" for block in MASTER_WEIGHTS] for name in undecided) and precision == "fp32":
+        precision = "decided by the client"
+    autocast = ", torch_autocast" if _is_on(sub_block(config, "torch_autocast").get("enabled", False)) else ""
+    return f"ZeRO stage: {stage}; precision: {precision.replace('bfloat16', 'bf16')}{autocast}"
 
 
 def _check_misplaced(config: Mapping[str, Any]) -> None:
@@ -202,14 +225,23 @@ def _check_misplaced(config: Mapping[str, Any]) -> None:
 
 def _zero_stage(config: Mapping[str, Any]) -> int:
     stage = sub_block(config, "zero_optimization").get("stage", 0)
-    if stage not in (0, 1, 2, 3):
+    if str(stage) not in ("0", "1", "2", "3"):  # DeepSpeed takes the text, too
         raise ConfigError(f"zero_optimization.stage: must be 0, 1, 2 or 3, got {stage!r}")
     return int(stage)
 
 
 def _precision(config: Mapping[str, Any]) -> str:
-    # "auto" is for Hugging Face's Trainer to decide, and looked at again when the engine is built
-    return next((name for name in MASTER_WEIGHTS if sub_block(config, name).get("enabled") not in (None, False, "auto")), "fp32")
+    """The block of the precision that is switched on, or "fp32"."""
+    names = [name for name in MASTER_WEIGHTS if name != "bfloat16" or "bf16" not in config]  # the old name counts without the new one
+    return next((name for name in names if _is_on(sub_block(config, name).get("enabled", False))), "fp32")
+
+
+def _is_on(value: Any) -> bool:
+    """As DeepSpeed reads it, which takes words such as "false" too; "auto" is looked at again when its client has put a value there."""
+    try:
+        return TypeAdapter(bool).validate_python(value)
+    except ValidationError:  # DeepSpeed will say so
+        return False
 
 
 def _autocasts_to_float16(config: Mapping[str, Any]) -> bool:

@@ -146,11 +146,13 @@ def _log(engine: Any, routes: dict, described: str) -> None:
 def _log_allocation(engine: Any, optimizer: BasisRotation) -> None:
     """Say that sharing refreshes by staleness changes nothing where nothing is late; the asynchronous pipeline says what it does.
 
-    The optimizer would give advice for other loops, as long as it does not know of stages.
+    The optimizer would give advice for other loops, as long as it does not know of stages. A script that gives its groups a staleness has
+    reasons of its own.
     """
     allocations = {group["refresh_allocation"] for group in optimizer.param_groups} - {"uniform"}
     late = isinstance(engine.module, PipelineModule) and pipeline_options(engine._config._param_dict.get("pipeline")).asynchronous
-    if allocations and not late:
+    told = len({group["staleness"] for group in optimizer.param_groups}) > 1
+    if allocations and not late and not told:
         given = ", ".join(sorted(allocations))
         log(f"refresh_allocation {given} is the same as uniform here: without pipeline.schedule async_1f1b no gradient is late")
         optimizer.share_refreshes([0.0], [optimizer.refresh_cost()], stage=0)

@@ -14,6 +14,14 @@ ACTIVATIONS, GRADIENTS, TIED = 1, 2, 3
 GONE = ("by peer", "Broken pipe", "Read error", "Write error")
 """In what Gloo says when a process at the other end has ended."""
 
+LATE = ("Timed out", "timeout caused")
+"""In what Gloo says when a process at the other end has not answered for as long as its group allows."""
+
+
+def is_of_gloo(error: Exception) -> bool:
+    """Whether Gloo says this: it begins with the place in its sources."""
+    return re.match(r"\[\S*gloo/", str(error)) is not None
+
 
 def first_words(error: Exception) -> str:
     """What Gloo says, without where in its sources it does and what it advises."""
@@ -57,6 +65,11 @@ class Channel:
             raise self._lost(error) from None
 
     def _lost(self, error: Exception) -> RuntimeError:
+        if any(sign in str(error) for sign in LATE):
+            return RuntimeError(
+                f"stage {self.me} has waited too long for stage {self.stage} (rank {self.rank}): look for what that process is doing; the "
+                f"limit is the timeout given to init_distributed() ({first_words(error)})"
+            )
         return RuntimeError(
             f"stage {self.me} lost its connection to stage {self.stage} (rank {self.rank}): that process has ended, look for what it said "
             f"({first_words(error)})"

@@ -134,7 +134,7 @@ class WeightVersions:
             changes = self._predict()
             for p, tensor in zip(self._parameters, snapshot.tensors):
                 if p in changes:
-                    tensor += changes[p].to(tensor.dtype)
+                    tensor += changes[p].detach().to(tensor.dtype)
         return snapshot
 
     def _recycle(self, snapshot: _Snapshot) -> None:

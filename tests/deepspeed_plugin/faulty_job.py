@@ -19,7 +19,7 @@ class Failing(torch.nn.Module):
     def forward(self, x):
         Failing.calls += 1
         if Failing.calls == 3:
-            raise ArithmeticError("the third forward fails")
+            raise RuntimeError("the third forward fails: Broken pipe")
         return x
 
 

@@ -211,7 +211,7 @@ def test_stages_log_how_they_share_the_refreshes_and_follow_the_batch_size(resul
     [
         ("the loader ends", "StopIteration: the data iterator has fewer microbatches left than an update needs (1)"),
         ("no iterator", "train_batch(): no data iterator"),
-        ("a layer raises", "the third forward fails"),
+        ("a layer raises", "RuntimeError: the third forward fails: Broken pipe"),
         ("a rank is killed", ""),
     ],
 )

@@ -49,6 +49,22 @@ def test_float16_goes_with_every_zero_stage_but_none():
     validate({"optimizer": OPTIMIZER, "fp16": {"enabled": "auto"}})
 
 
+def test_what_deepspeed_refuses_in_a_traceback_is_refused_in_a_line():
+    for old_or_new in ("bf16", "bfloat16"):
+        with pytest.raises(ConfigError, match=f"{old_or_new}.enabled, fp16.enabled: DeepSpeed trains in one"):
+            validate({"optimizer": OPTIMIZER, old_or_new: {"enabled": True}, "fp16": {"enabled": True}})
+    with pytest.raises(ConfigError, match="zero_optimization: must be an object .* remove the key"):
+        validate({"optimizer": OPTIMIZER, "zero_optimization": None})
+    for stage in (4, "4", True, "one", None):
+        with pytest.raises(ConfigError, match="zero_optimization.stage: must be 0, 1, 2 or 3"):
+            validate({"optimizer": OPTIMIZER, "zero_optimization": {"stage": stage}})
+
+
+def test_words_are_read_as_deepspeed_reads_them():
+    validate({"optimizer": OPTIMIZER, "zero_optimization": {"stage": "1"}, "bf16": {"enabled": "false"}, "fp16": {"enabled": "true"}})
+    validate({"optimizer": OPTIMIZER, "bf16": {"enabled": False}, "bfloat16": {"enabled": True}, "fp16": {"enabled": False}})
+
+
 @pytest.mark.parametrize("dtype", ["float16", "torch.float16", "fp16", "half"])
 def test_autocast_to_float16_goes_without_zero_only(dtype):
     autocast = {"enabled": True, "dtype": dtype}

@@ -57,6 +57,8 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path):
 def test_a_yaml_merge_may_be_overruled():
     merged = yaml_text.parse("base: &base {a: 1, b: 2}\nown: &own {<<: *base, b: 3}\nthird: {<<: *own, a: 4}\n")
     assert merged["own"] == {"a": 1, "b": 3} and merged["third"]["a"] == 4
+    assert yaml_text.parse("x: &x {a: 1}\ny: &y {b: 2}\nz:\n  <<: *x\n  <<: *y\n")["z"] == {"a": 1, "b": 2}
+    assert yaml_text.parse("{1: a, '1': b}") == {1: "a", "1": "b"}
 
 
 def test_each_block_is_enough():
@@ -84,7 +86,11 @@ FILES = [
     ("basisrot.yaml", "1: 2", ["unknown", "1"]),
     ("basisrot.json", '{"pipeline": {"schedule": "async_1f1b", "schedule": "1f1b"}}', ["'schedule' appears twice", "keep one"]),
     ("basisrot.yaml", "pipeline: {schedule: async_1f1b, schedule: 1f1b}", ["'schedule' appears twice", "keep one"]),
-    ("basisrot.yaml", "pipeline: {schedule: async_1f1b}\npipeline: {}", ["'pipeline' appears twice"]),
+    ("basisrot.yaml", "pipeline: {schedule: async_1f1b}\npipeline: {}", ["line 2", "'pipeline' appears twice"]),
+    ("basisrot.yaml", "optimizer: {params: {lr: 2026-13-45}}", ["is not YAML", "month"]),
+    ("basisrot.yaml", "pipeline: !!bool maybe", ["is not YAML"]),
+    ("basisrot.yaml", "[" * 3000, ["is not YAML"]),
+    ("basisrot.json", "[" * 100_000, ["nested too deeply"]),
 ]
 
 
