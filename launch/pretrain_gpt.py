@@ -95,7 +95,8 @@ def train(job: Job) -> None:
         if stopped and not last:
             if leads:
                 progress.close()
-                print(f"stopped by a signal after update {update}, which is saved; --resume goes on from there", flush=True)
+                how = f"--name {flags.name} --resume goes on from there"
+                print(f"stopped by a signal after update {update}, which is saved; {how}", flush=True)
             comm.barrier()
             return
 

@@ -2,6 +2,8 @@
 # From Python 3.11 and nothing else to a trained model: a virtual environment, the installation, and a small GPT trained with
 # basis rotation in a 4-stage pipeline without flushes. Arguments are passed on to pretrain_gpt.py (--help lists them).
 #
+# SIGTERM and Ctrl-C stop the training after a checkpoint; the same with --name NAME --resume goes on from the last one.
+#
 #   VENV        where the virtual environment is or shall be (default: .venv in the checkout)
 #   PYTHON      the interpreter it is made with (default: python3.11, else python3)
 #   TORCH_SPEC  which torch is installed if there is none (default: torch==2.13.0)
@@ -60,4 +62,13 @@ fi
 port="$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
 say "training"
 "$python" -m deepspeed.launcher.runner --log_level error --num_gpus 4 --master_addr 127.0.0.1 --master_port "$port" \
-    "$here/pretrain_gpt.py" --ds-config "$here/ds_config/basis_rotation.json" --name "quickstart-$(date +%Y%m%d-%H%M%S)" "$@"
+    "$here/pretrain_gpt.py" --ds-config "$here/ds_config/basis_rotation.json" --name "quickstart-$(date +%Y%m%d-%H%M%S)" "$@" &
+runner=$!
+# That launcher passes no signal on. What it starts does, to the four processes, which save and end.
+pass_on='import sys, psutil; [child.terminate() for child in psutil.Process(int(sys.argv[1])).children()]'
+trap '"$python" -c "$pass_on" "$runner" || true' TERM INT
+status=0
+while kill -0 "$runner" 2>/dev/null; do
+    if wait "$runner"; then status=0; else status=$?; fi # also returns when a signal was passed on
+done
+exit "$status"

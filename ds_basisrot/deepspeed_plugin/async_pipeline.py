@@ -216,8 +216,8 @@ class AsyncPipeline:
         load = self._original["load_checkpoint"]
         arguments = inspect.signature(load).bind(*args, **kwargs).arguments
         path, client_state = load(*args, **kwargs)
-        if path is not None and not arguments.get("load_module_only", False):
-            checkpoint.load(self, path)
+        if not arguments.get("load_module_only", False):
+            on_all_ranks(lambda: checkpoint.load(self, path) if path is not None else None, f"read what belongs to {path}")
             self.versions.drop()
         return path, client_state
 

@@ -1,19 +1,17 @@
 """What an asynchronous pipeline adds to a DeepSpeed checkpoint, one file for each rank: counters, random states, data read ahead, norms."""
 
 import glob
-import json
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from ..common.blocks import ConfigError
 from ..common.log import log
+from . import stage_file
 from .microbatches import from_tensors, to_tensors
+from .on_all_ranks import on_all_ranks
 
-FORMAT = 1
 PREFIX = "async_pipeline-"
 
 
@@ -24,12 +22,22 @@ def _path(engine: Any, folder: str, replica: int | None = None) -> str:
     return os.path.join(folder, name)
 
 
-def save(pipeline: Any, folder: str) -> None:
+def _shared_path(pipeline: Any, folder: str) -> str:
+    """Of what all replicas of a stage have in common: the file of the first one, which alone has the sums of tied weights.
+
+    On a node with a file system of its own, where that one is not at hand, this rank's has the rest.
+    """
+    first, own = _path(pipeline.engine, folder, replica=0), _path(pipeline.engine, folder)
+    return own if not pipeline.tied and not os.path.exists(first) and os.path.exists(own) else first
+
+
+def save(pipeline: Any, folder: str, mark: str) -> None:
     """Write this rank's file into the folder of a checkpoint.
 
     Args:
         pipeline: the AsyncPipeline, drained.
         folder: of the checkpoint.
+        mark: of this save, the same on all ranks.
     """
     engine = pipeline.engine
     os.makedirs(folder, exist_ok=True)
@@ -37,51 +45,82 @@ def save(pipeline: Any, folder: str) -> None:
     if engine.device.type == "cuda":
         tensors["device_rng_state"] = torch.cuda.get_rng_state(engine.device)
     if engine.grid.get_data_parallel_id() == 0:
-        tensors |= pipeline.tied.state()
+        tensors |= {name: tensor.cpu() for name, tensor in pipeline.tied.state().items()}
     ahead = pipeline.feeds.read_ahead()
     if not pipeline.saves_read_ahead:
         log(f"{folder}: microbatches read ahead are not tensors and are not saved; on resuming, set the data to the first one not trained")
         ahead = []
     of_ahead, shape = to_tensors(ahead)
     about = {
-        "format": FORMAT,
+        "mark": mark,
+        "global_steps": engine.global_steps,
         "stages": engine.num_stages,
         "replicas": engine.dp_world_size,
         "microbatches_trained": pipeline.trained,
         "micro_offset": engine.module.micro_offset,
         "read_ahead": shape,
     }
-    partial = _path(engine, folder) + ".partial"
-    save_file({**tensors, **of_ahead}, partial, metadata={"async_pipeline": json.dumps(about)})
-    os.replace(partial, _path(engine, folder))
+    stage_file.write(_path(engine, folder), about, {**tensors, **{name: tensor.cpu() for name, tensor in of_ahead.items()}})
+
+
+class _Found(NamedTuple):
+    """What one rank finds of a checkpoint's files: what the first of them is about, the marks of those it needs, and those that lack."""
+
+    first: dict[str, Any] | None
+    marks: dict[str, str | None]
+    lacking: list[str]
 
 
 def check(engine: Any, load_dir: str, tag: str | None) -> None:
-    """Refuse a checkpoint of another number of stages, before anything is loaded from it.
+    """Refuse a checkpoint whose files are not those of one save, or of another number of stages, before anything is loaded from it.
+
+    Every rank calls it, and all raise where one does. A checkpoint without any such file is another schedule's, and fine.
+
+    Args:
+        tag: None: there is no checkpoint, as DeepSpeed will say.
 
     Raises:
-        ConfigError: the file is of another number of stages or of a later format.
+        ConfigError: a file is missing, damaged, altered, or of another save than the others, by its name; or the stages are not as many.
     """
     if tag is None:
-        try:
-            with open(os.path.join(load_dir, "latest")) as file:
-                tag = file.read().strip()
-        except OSError:
-            return  # DeepSpeed says that there is none
-    folder = os.path.join(load_dir, str(tag))
-    path = next(iter(sorted(glob.glob(os.path.join(folder, PREFIX + "*.safetensors")))), None)
-    if path is None:
         return
-    with safe_open(path, framework="pt") as file:
-        about = json.loads(file.metadata()["async_pipeline"])
-    if about["format"] > FORMAT:
-        raise ConfigError(f"{path}: format {about['format']} is newer than this ds_basisrot reads ({FORMAT}); update it")
-    if about["stages"] != engine.num_stages:
-        raise ConfigError(f"{folder}: saved with {about['stages']} stages, this run has {engine.num_stages}; resume with as many")
+    folder = os.path.join(load_dir, str(tag))
+    found = on_all_ranks(lambda: _find(engine.async_pipeline, folder), f"read {folder}")
+    first = next((its.first for its in found if its.first is not None), None)
+    if first is None:
+        return
+    if first["stages"] != engine.num_stages:
+        raise ConfigError(f"{folder}: saved with {first['stages']} stages, this run has {engine.num_stages}; resume with as many")
+    lacking = [path for its in found for path in its.lacking]
+    if lacking:
+        raise ConfigError(f"{lacking[0]} is missing: copy the whole checkpoint, or resume from another")
+    marks = {path: mark for its in found for path, mark in its.marks.items()}
+    other = next((path for path, mark in marks.items() if mark != next(iter(marks.values()))), None)
+    if other is not None:
+        raise ConfigError(f"{other} is of another save than {next(iter(marks))}: copy the whole checkpoint, or resume from another")
+
+
+def _find(pipeline: Any, folder: str) -> _Found:
+    engine, shared = pipeline.engine, _shared_path(pipeline, folder)
+    path = next(iter(sorted(glob.glob(os.path.join(glob.escape(folder), PREFIX + "*.safetensors")))), None)
+    if path is None:
+        return _Found(None, {}, [shared])
+    first, _ = stage_file.read(path)
+    needed = {shared}
+    if first.get("replicas") == engine.dp_world_size:
+        needed.add(_path(engine, folder))
+    if first["stages"] != engine.num_stages:
+        needed = set()
+    lacking = sorted(path for path in needed if not os.path.exists(path))
+    return _Found(first, {path: stage_file.read(path)[0].get("mark") for path in sorted(needed - set(lacking))}, lacking)
 
 
 def load(pipeline: Any, checkpoint_path: str) -> None:
-    """Restore what `save` wrote beside DeepSpeed's file `checkpoint_path`."""
+    """Restore what `save` wrote beside DeepSpeed's file `checkpoint_path`.
+
+    Raises:
+        ConfigError: a file is damaged or altered, or of another update than DeepSpeed's.
+    """
     engine = pipeline.engine
     folder = checkpoint_path if os.path.isdir(checkpoint_path) else os.path.dirname(checkpoint_path)
     pipeline.trained = engine.global_steps * engine.micro_batches
@@ -95,30 +134,31 @@ def load(pipeline: Any, checkpoint_path: str) -> None:
         )
         log(f"{folder} was {by}; random states and data that was read ahead start anew")
         return
-    with safe_open(_path(engine, folder), framework="pt") as file:
-        about = json.loads(file.metadata()["async_pipeline"])
-        torch.set_rng_state(file.get_tensor("cpu_rng_state"))
-        if "device_rng_state" in file.keys() and engine.device.type == "cuda":
-            torch.cuda.set_rng_state(file.get_tensor("device_rng_state"), engine.device)
-        pipeline.feeds.restore(from_tensors(about.get("read_ahead", []), lambda name: file.get_tensor(name).to(engine.device)))
+    about, tensors = stage_file.read(_path(engine, folder))
+    torch.set_rng_state(tensors["cpu_rng_state"])
+    if "device_rng_state" in tensors and engine.device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["device_rng_state"], engine.device)
+    pipeline.feeds.restore(from_tensors(about.get("read_ahead", []), lambda name: tensors[name].to(engine.device)))
 
 
 def _load_of_stage(pipeline: Any, folder: str) -> int | None:
-    """What all replicas of a stage must have in common, from the file of its first one.
+    """What all replicas of a stage must have in common.
 
     Returns:
         How many replicas saved it; None: there is no such file.
     """
-    engine, path = pipeline.engine, _path(pipeline.engine, folder, replica=0)
+    engine, path = pipeline.engine, _shared_path(pipeline, folder)
     if not os.path.exists(path):
         pipeline.tied.restore([], None)
         pipeline.norms.known.zero_()
         return None
-    with safe_open(path, framework="pt") as file:
-        about = json.loads(file.metadata()["async_pipeline"])
-        pipeline.tied.restore(list(file.keys()), file.get_tensor)
-        if "norms" in file.keys():
-            pipeline.norms.known.copy_(file.get_tensor("norms"))
-        engine.module.micro_offset = about["micro_offset"]
-        pipeline.trained = about["microbatches_trained"]
+    about, tensors = stage_file.read(path)
+    pipeline.tied.restore(list(tensors), tensors.__getitem__)
+    if "norms" in tensors:
+        pipeline.norms.known.copy_(tensors["norms"])
+    if about.get("global_steps", engine.global_steps) != engine.global_steps:
+        update = about["global_steps"]
+        raise ConfigError(f"{path} is of update {update}, the rest of the checkpoint of {engine.global_steps}: put its own there")
+    engine.module.micro_offset = about["micro_offset"]
+    pipeline.trained = about["microbatches_trained"]
     return about.get("replicas", engine.dp_world_size)

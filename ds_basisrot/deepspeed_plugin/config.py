@@ -216,11 +216,13 @@ def describe_training(config: Mapping[str, Any], undecided: Sequence[str] = ()) 
 
 
 def _check_misplaced(config: Mapping[str, Any]) -> None:
-    """Refuse our schedule in a place where nobody would read it."""
+    """Refuse our names in a place where nobody would read them."""
     for name, block in [("", config), *((name, block) for name, block in config.items() if isinstance(block, Mapping))]:
         if name != "pipeline" and block.get("schedule") == "async_1f1b":
             where = f"{name}.schedule" if name else "schedule"
             raise ConfigError(f'{where}: nothing reads "async_1f1b" there; it belongs into the block "pipeline"')
+        if name not in ("", "optimizer") and is_basis_rotation(block.get("type")):
+            raise ConfigError(f'{name}.type: nothing reads "{OPTIMIZER_TYPE}" there; it belongs into the block "optimizer"')
 
 
 def _zero_stage(config: Mapping[str, Any]) -> int:

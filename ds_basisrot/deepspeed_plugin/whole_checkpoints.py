@@ -8,6 +8,7 @@ that loses power may also lose what its file system had not put on the disk yet.
 
 import inspect
 import os
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -162,7 +163,8 @@ def _own_files(engine: Any, save_dir: str, folder: str, tag: str) -> Iterator[di
     pipeline = getattr(engine, "async_pipeline", None)
     if pipeline is not None:
         path = os.path.join(save_dir, folder)
-        on_all_ranks(lambda: checkpoint.save(pipeline, path), f"write to {path}")
+        mark = on_all_ranks(lambda: uuid.uuid4().hex, "begin to save")[0]
+        on_all_ranks(lambda: checkpoint.save(pipeline, path, mark), f"write to {path}")
     if not _is_sharded(engine):
         yield {}
         return

@@ -8,6 +8,8 @@ training, or the message of the error that a case with "refused" must end in. Al
 
 import copy
 import os
+import shutil
+from pathlib import Path
 
 import deepspeed
 import torch
@@ -22,7 +24,7 @@ DEFAULTS = {
     "layers": None, "head": False, "linears": 0, "seed_layers": False,
     "tied": False, "tied_everywhere": False, "tuples": False, "dropout": 0.0, "frozen": [], "checkpoint_activations": 0,
     "updates": 12, "eval_after": [], "save_after": None, "load": None, "reload_after": None, "user_changes": False, "refused": False,
-    "frozen_after": None, "monitored": False, "batch_size_after": None,
+    "frozen_after": None, "monitored": False, "batch_size_after": None, "damage": None,
 }  # fmt: skip
 
 
@@ -126,6 +128,24 @@ def train_plain(engine, case, folder):
     return {"losses": losses, "replica": dist.get_rank()}
 
 
+def damage(source, target, how, name):
+    """A copy of a run's latest checkpoint in which something has happened to one of the files."""
+    if dist.get_rank() == 0:
+        shutil.copytree(os.path.join(source, "checkpoint"), os.path.join(target, "checkpoint"))
+        (path,) = Path(target, "checkpoint").glob(f"*/{name}")
+        content = path.read_bytes()
+        if how == "remove":
+            path.unlink()
+        elif how == "truncate":
+            path.write_bytes(content[:-7])
+        elif how == "flip":
+            path.write_bytes(content[:-20] + bytes([content[-20] ^ 1]) + content[-19:])
+        else:  # the file of another run
+            (other,) = Path(os.path.dirname(source), how, "checkpoint").glob(f"*/{name}")
+            path.write_bytes(other.read_bytes())
+    dist.barrier()
+
+
 def run(case, out):
     case = {**DEFAULTS, **case}
     folder = os.path.join(out, case["name"])
@@ -134,7 +154,10 @@ def run(case, out):
         case["config"] = {**case["config"], "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "events"}}
     torch.manual_seed(0)
     engine = initialize(case)
-    if case["load"]:
+    if case["damage"]:
+        damage(os.path.join(out, case["load"]), folder, *case["damage"])
+        engine.load_checkpoint(os.path.join(folder, "checkpoint"))
+    elif case["load"]:
         path, _ = engine.load_checkpoint(os.path.join(out, case["load"], "checkpoint"))
         assert path is not None
     else:

@@ -51,17 +51,30 @@ RELOADED = [
     {"name": "not-rolled-back", "optimizer": "SGD", "config": {"optimizer.params.lr": 0.0}, "save_after": 3},
 ]
 OTHER_STAGES = {"name": "other-stages", "stages": 2, "optimizer": "BasisRotation", "load": "saved", "refused": True}
+STAGE_FILES = [f"async_pipeline-stage_00{stage}-replica_000.safetensors" for stage in range(2)]
+DAMAGES = [
+    ("remove", STAGE_FILES[0], "is missing: copy the whole checkpoint"),
+    ("remove", STAGE_FILES[1], "is missing: copy the whole checkpoint"),
+    ("truncate", STAGE_FILES[1], "cannot be read"),
+    ("flip", STAGE_FILES[0], "is not what was written (its SHA-256 differs)"),
+    ("flip", STAGE_FILES[1], "is not what was written (its SHA-256 differs)"),
+    ("dropout", STAGE_FILES[1], "is of another save than"),
+]
+DAMAGED = [
+    {"name": f"damaged-{i}", "optimizer": "BasisRotation", "load": "saved", "damage": [how, name], "refused": True}
+    for i, (how, name, _) in enumerate(DAMAGES)
+]
 SYNCHRONOUS = {"name": "synchronous", "schedule": "1f1b", "optimizer": "BasisRotation", "gas": 4}
 
 JOBS = {
-    2: [*MATRIX, *MORE, RESUMED, *DROPOUT, *SEEDED, ONE_STAGE, SYNCHRONOUS],
+    2: [*MATRIX, *MORE, RESUMED, *DROPOUT, *SEEDED, ONE_STAGE, SYNCHRONOUS, *DAMAGED],
     4: [*MATRIX, *MORE, *ALLOCATED, RESUMED, *DROPOUT, *AUTOCAST, *OTHERS, *RELOADED, *REPLICATED, OTHER_STAGES],
 }
 COMPARED = [
     (n, case)
     for n in JOBS
     for case in JOBS[n]
-    if case not in (RESUMED, OTHER_STAGES, SYNCHRONOUS, *DROPOUT, *SEEDED, *AUTOCAST, *OTHERS, *RELOADED)
+    if case not in (RESUMED, OTHER_STAGES, SYNCHRONOUS, *DROPOUT, *SEEDED, *AUTOCAST, *OTHERS, *RELOADED, *DAMAGED)
 ]
 
 
@@ -106,6 +119,13 @@ def test_a_resumed_run_is_bitwise_the_run_that_saved_and_went_on(results, proces
 def test_a_checkpoint_of_another_number_of_stages_is_refused(results):
     for r in results(4, "other-stages"):
         assert "saved with 4 stages, this run has 2; resume with as many" in r["message"]
+
+
+@pytest.mark.parametrize("index", range(len(DAMAGES)), ids=lambda index: "-".join(DAMAGES[index][:2]))
+def test_a_file_of_ours_that_is_not_that_of_the_save_is_named_and_refused_on_all_ranks(results, index):
+    _, name, words = DAMAGES[index]
+    for r in results(2, DAMAGED[index]["name"]):
+        assert name in r["message"] and words in r["message"] and len(r["message"].splitlines()) == 1
 
 
 @pytest.mark.parametrize("processes", JOBS)

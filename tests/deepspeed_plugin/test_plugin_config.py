@@ -159,6 +159,10 @@ def test_deepspeed_s_own_pipeline_keys_and_strangers_are_left_alone():
         ({"optimizer": {"type": "SGD", "schedule": "async_1f1b"}}, "optimizer.schedule: nothing reads"),
         ({"pipeline": None}, "pipeline: must be an object {...}, got None; remove the key"),
         ({"schedule": "async_1f1b"}, "schedule: nothing reads"),
+        (
+            {"optimiser": {"type": "basisrotation"}},
+            'optimiser.type: nothing reads "BasisRotation" there; it belongs into the block "optimizer"',
+        ),
         ({"gradient_clipping": "1.0"}, "gradient_clipping: must be a number >= 0, got '1.0'"),
         (
             {"optimizer": {"type": "SGD"}, "torch_autocast": {"enabled": True, "dtype": "float16"}},

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ds_basisrot.common.blocks import ConfigError
 from ds_basisrot.deepspeed_plugin import checkpoint
 from ds_basisrot.pipeline.lagged_norms import LaggedNorms
 
@@ -41,7 +42,7 @@ def test_norms_ties_and_counters(tmp_path, saved_by, loaded_by):
         saved = pipeline(replica, saved_by)
         saved.norms.known.copy_(torch.tensor([1.0, 2.0, 3.0]))
         saved.trained, saved.engine.module.micro_offset = 8, 5
-        checkpoint.save(saved, tmp_path)
+        checkpoint.save(saved, tmp_path, "mark")
     for replica in range(loaded_by):
         loaded = pipeline(replica, loaded_by)
         before = torch.get_rng_state()
@@ -51,6 +52,23 @@ def test_norms_ties_and_counters(tmp_path, saved_by, loaded_by):
         assert (loaded.trained, loaded.engine.module.micro_offset) == (8, 5)
         assert loaded.tied.restored == ["tied.weight.3.total"]
         assert torch.equal(torch.get_rng_state(), before) is (saved_by == loaded_by)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_node_that_has_only_the_files_of_its_own_replica(tmp_path, monkeypatch, tied):
+    monkeypatch.setattr(Tied, "__bool__", lambda self: tied, raising=False)
+    saved = pipeline(1, 2)
+    saved.norms.known.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    checkpoint.save(saved, tmp_path / "tag", "mark")
+    loaded = pipeline(1, 2)
+    loaded.engine.async_pipeline = loaded
+    if tied:
+        with pytest.raises(ConfigError, match="stage_001-replica_000.safetensors is missing: copy the whole checkpoint"):
+            checkpoint.check(loaded.engine, str(tmp_path), "tag")
+        return
+    checkpoint.check(loaded.engine, str(tmp_path), "tag")
+    checkpoint.load(loaded, str(tmp_path / "tag"))
+    assert loaded.norms.known.tolist() == [1.0, 2.0, 3.0]
 
 
 def test_a_checkpoint_of_another_schedule_begins_anew(tmp_path):

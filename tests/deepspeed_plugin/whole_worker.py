@@ -18,10 +18,10 @@ import torch.distributed as dist
 import worker
 import zero_worker
 
-from ds_basisrot.deepspeed_plugin import checkpoint, rotation_files
+from ds_basisrot.deepspeed_plugin import rotation_files, stage_file
 
 CALLS = [
-    (torch, "save"), (checkpoint, "save_file"), (rotation_files, "save_file"), (deepspeed.runtime.engine, "copyfile"),
+    (torch, "save"), (stage_file, "save_file"), (rotation_files, "save_file"), (deepspeed.runtime.engine, "copyfile"),
     (os, "replace"), (os, "rename"), (os, "unlink"), (os, "rmdir"), (os, "mkdir"),
 ]  # fmt: skip
 NAMES = tuple(name for _, name in CALLS)
