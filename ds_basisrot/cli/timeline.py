@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"calls of train_batch() to show ({TEXT_CALLS} as text; in picture and trace, until the steady state is seen)",
     )  # fmt: skip
     for option, of_what in (("--forward-ms", "forward (1)"), ("--backward-ms", "backward (2)"), ("--update-ms", "update (0)")):
-        parser.add_argument(option, type=_numbers, metavar="T,...", help=f"time of a {of_what}: one number, or one for each stage")
+        parser.add_argument(option, type=_numbers, metavar="T,...", help=f"time of one {of_what}: one number, or one for each stage")
     parser.add_argument("--latency-ms", type=nonnegative, metavar="T", help="from the sending of a message until it is received (0)")
     parser.add_argument("--weight-bytes", type=_numbers, metavar="B,...", help="of a stage, to say what stashed versions take: as above")
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the stages' lanes over time")

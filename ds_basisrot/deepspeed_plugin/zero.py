@@ -42,7 +42,7 @@ def bind(optimizer: ShardedBasisRotation, wrapper: Any, engine: Any) -> None:
         log_stage(
             engine,
             f"{kind}: {len(ownership.owners)} matrices owned by {len(ownership.state_bytes)} ranks, at most "
-            f"{max(ownership.state_bytes) / 1e6:.3g} MB of states each ({ownership.imbalance:.3g} of the mean); in an update "
+            f"{max(ownership.state_bytes) / 1e6:.3g} MB of states each ({ownership.imbalance:.3g} times the mean); in an update "
             f"{sum(ownership.sent)} elements go to owners and back",
         )
 
