@@ -71,13 +71,14 @@ class _Found(NamedTuple):
     lacking: list[str]
 
 
-def check(engine: Any, load_dir: str, tag: str | None) -> None:
+def check(engine: Any, load_dir: str, tag: str | None, weights_alone: bool = False) -> None:
     """Refuse a checkpoint whose files are not those of one save, or of another number of stages, before anything is loaded from it.
 
     Every rank calls it, and all raise where one does. A checkpoint without any such file is another schedule's, and fine.
 
     Args:
         tag: None: there is no checkpoint, as DeepSpeed will say.
+        weights_alone: nothing else will be loaded, and only the number of stages matters.
 
     Raises:
         ConfigError: a file is missing, damaged, altered, or of another save than the others, by its name; or the stages are not as many.
@@ -85,7 +86,7 @@ def check(engine: Any, load_dir: str, tag: str | None) -> None:
     if tag is None:
         return
     folder = os.path.join(load_dir, str(tag))
-    found = on_all_ranks(lambda: _find(engine.async_pipeline, folder), f"read {folder}")
+    found = on_all_ranks(lambda: _find(engine.async_pipeline, folder, weights_alone), f"read {folder}")
     first = next((its.first for its in found if its.first is not None), None)
     if first is None:
         return
@@ -100,16 +101,16 @@ def check(engine: Any, load_dir: str, tag: str | None) -> None:
         raise ConfigError(f"{other} is of another save than {next(iter(marks))}: copy the whole checkpoint, or resume from another")
 
 
-def _find(pipeline: Any, folder: str) -> _Found:
+def _find(pipeline: Any, folder: str, weights_alone: bool) -> _Found:
     engine, shared = pipeline.engine, _shared_path(pipeline, folder)
     path = next(iter(sorted(glob.glob(os.path.join(glob.escape(folder), PREFIX + "*.safetensors")))), None)
     if path is None:
-        return _Found(None, {}, [shared])
+        return _Found(None, {}, [] if weights_alone else [shared])
     first, _ = stage_file.read(path)
     needed = {shared}
     if first.get("replicas") == engine.dp_world_size:
         needed.add(_path(engine, folder))
-    if first["stages"] != engine.num_stages:
+    if weights_alone or first["stages"] != engine.num_stages:
         needed = set()
     lacking = sorted(path for path in needed if not os.path.exists(path))
     return _Found(first, {path: stage_file.read(path)[0].get("mark") for path in sorted(needed - set(lacking))}, lacking)

@@ -207,9 +207,10 @@ def describe_training(config: Mapping[str, Any], undecided: Sequence[str] = ()) 
     Args:
         undecided: names of what a client will fill in, see `without_auto`.
     """
-    stage = "decided by the client" if any(name.startswith("zero_optimization") for name in undecided) else _zero_stage(config)
+    open_stage = any(name in undecided for name in ("zero_optimization", "zero_optimization.stage"))
+    stage = "decided by the client" if open_stage else _zero_stage(config)
     precision = _precision(config)
-    if any(name in [f"{block}.enabled" for block in MASTER_WEIGHTS] for name in undecided) and precision == "fp32":
+    if any(f"{block}.enabled" in undecided for block in MASTER_WEIGHTS) and precision == "fp32":
         precision = "decided by the client"
     autocast = ", torch_autocast" if _is_on(sub_block(config, "torch_autocast").get("enabled", False)) else ""
     return f"ZeRO stage: {stage}; precision: {precision.replace('bfloat16', 'bf16')}{autocast}"

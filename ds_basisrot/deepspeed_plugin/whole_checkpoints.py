@@ -86,7 +86,7 @@ def load(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
     arguments = bound.arguments
     arguments["tag"] = settle_before_load(engine, arguments["load_dir"], arguments["tag"])
     if hasattr(engine, "async_pipeline"):
-        checkpoint.check(engine, arguments["load_dir"], arguments["tag"])
+        checkpoint.check(engine, arguments["load_dir"], arguments["tag"], arguments["load_module_only"])
     read = zero_checkpoint.load if _is_sharded(engine) else zero_checkpoint.load_with_bf16_states
     return read(engine, original, *bound.args[1:], **bound.kwargs)
 

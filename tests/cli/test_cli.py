@@ -37,6 +37,7 @@ TRAINING = [
     ({"bf16": {"enabled": "false"}}, "ZeRO stage: 0; precision: fp32"),
     ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, f"ZeRO stage: 0; precision: {BY_CLIENT}"),
     ({"zero_optimization": {"stage": "auto"}}, f"ZeRO stage: {BY_CLIENT}; precision: fp32"),
+    ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}, "ZeRO stage: 2; precision: fp32"),
     ({"zero_optimization": "auto"}, f"ZeRO stage: {BY_CLIENT}; precision: fp32"),
     ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "ZeRO stage: 0; precision: fp32, torch_autocast"),
 ]
