@@ -65,10 +65,26 @@ say "training"
     "$here/pretrain_gpt.py" --ds-config "$here/ds_config/basis_rotation.json" --name "quickstart-$(date +%Y%m%d-%H%M%S)" "$@" &
 runner=$!
 # That launcher passes no signal on. What it starts does, to the four processes, which save and end.
-pass_on='import sys, psutil; [child.terminate() for child in psutil.Process(int(sys.argv[1])).children()]'
-trap '"$python" -c "$pass_on" "$runner" || true' TERM INT
+pass_on() {
+    stopped=$1
+    "$python" - "$runner" <<'PASS_ON' || true
+import sys
+import time
+
+import psutil
+
+runner = psutil.Process(int(sys.argv[1]))
+while not runner.children() and runner.status() != psutil.STATUS_ZOMBIE:  # it has not started anything yet
+    time.sleep(0.1)
+for child in runner.children():
+    child.terminate()
+PASS_ON
+}
+stopped=""
+trap 'pass_on 143' TERM
+trap 'pass_on 130' INT
 status=0
 while kill -0 "$runner" 2>/dev/null; do
     if wait "$runner"; then status=0; else status=$?; fi # also returns when a signal was passed on
 done
-exit "$status"
+exit "${stopped:-$status}"

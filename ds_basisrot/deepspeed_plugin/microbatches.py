@@ -56,7 +56,7 @@ class Feeds:
         self._load = load
         self.now: Feed | None = None
         self._kept: list[Feed] = []
-        self._restored: list[Microbatch] = []
+        self._restored: list[Microbatch] | None = None  # of a checkpoint; None: none was loaded since the present iterator came
 
     def select(self, iterator: Any) -> bool:
         """Let `iterator` be the present one; whether it was another one before.
@@ -65,7 +65,7 @@ class Feeds:
             RuntimeError: too many iterators were left in the middle.
         """
         if self.now is not None and self.now.iterator is iterator:
-            self._restored = []
+            self._restored = None
             return False
         if self.now is not None and self.now.items:
             self._kept.append(self.now)
@@ -77,7 +77,7 @@ class Feeds:
         known = next((feed for feed in self._kept if feed.iterator is iterator), None)
         if known is not None:
             self._kept.remove(known)
-            self._restored = []
+            self._restored = None
         self.now = known or Feed(iterator)
         return True
 
@@ -108,8 +108,10 @@ class Feeds:
     # -- checkpoints -------------------------------------------------------------------------------------------------------------------
 
     def read_ahead(self) -> list[Microbatch]:
-        """What was read of the present iterator but not trained."""
-        return list(self.now.items) if self.now is not None and self.now.items else list(self._restored)
+        """What was read of the present iterator but not trained; right after a checkpoint was loaded, what that one had read ahead."""
+        if self._restored is not None:
+            return list(self._restored)
+        return list(self.now.items) if self.now is not None else []
 
     def restore(self, items: list[Microbatch]) -> None:
         """What a checkpoint had read ahead, for an iterator that this process has not seen yet."""
@@ -127,7 +129,7 @@ class Feeds:
         Raises:
             RuntimeError: the first stage uses what had been read ahead, and there is nothing of it here.
         """
-        restored, self._restored = self._restored, []
+        restored, self._restored = self._restored, None
         if use_restored and not restored:
             raise RuntimeError("train_batch(): the checkpoint has inputs that had been read ahead, but no labels: it is damaged")
         if not restored or self.now.items:

@@ -6,6 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..common.blocks import ConfigError
+from ..pipeline.channels import first_words, is_late
 
 
 def on_all_ranks(action: Callable[[], Any], what: str) -> list[Any]:
@@ -28,9 +29,11 @@ def on_all_ranks(action: Callable[[], Any], what: str) -> list[Any]:
         try:
             dist.all_gather_object(results, (result, fault, refused))
         except RuntimeError as error:
+            became = "has waited too long for", "look for what that process is doing"
+            if not is_late(error):
+                became = "lost its connection to", "that process has ended, look for what it said"
             raise RuntimeError(
-                f"rank {dist.get_rank()} lost its connection to another rank when all were to {what}: that process has ended, look for "
-                f"what it said ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+                f"rank {dist.get_rank()} {became[0]} another rank when all were to {what}: {became[1]} ({first_words(error)})"
             ) from None
     for rank, (_, fault, refused) in enumerate(results):
         if fault is not None:

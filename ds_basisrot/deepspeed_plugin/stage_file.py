@@ -27,7 +27,7 @@ def write(path: str, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
         about: what a JSON can hold.
         tensors: on the processor.
     """
-    text = json.dumps({"format": FORMAT, **about})
+    text = json.dumps({"format": FORMAT, "name": os.path.basename(path), **about})
     partial = path + ".partial"
     save_file(dict(tensors), partial, metadata={ABOUT: text, DIGEST: _digest(text, tensors)})
     os.replace(partial, path)
@@ -51,6 +51,8 @@ def read(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ConfigError(f"{path}: format {version} is newer than this ds_basisrot reads ({FORMAT}); update it")
     if version > 1 and metadata.get(DIGEST) != _digest(text, tensors):
         raise ConfigError(f"{path} is not what was written (its SHA-256 differs): it was altered; resume from another checkpoint")
+    if about.get("name", os.path.basename(path)) != os.path.basename(path):
+        raise ConfigError(f"{path} was written as {about['name']}: put each file in its place, or resume from another checkpoint")
     return about, tensors
 
 

@@ -100,9 +100,16 @@ def settle_before_load(engine: Any, load_dir: str, tag: Any) -> Any:
     if tag is None:
         name = "latest_universal" if engine.load_universal_checkpoint() else "latest"
         tag = on_all_ranks(lambda: _latest(load_dir, name), f"read {load_dir}")[0]
+        if tag == "":
+            raise ConfigError(
+                f"{os.path.join(load_dir, name)} is empty: write the name of a checkpoint into it, or give load_checkpoint a tag"
+            )
     if tag is not None:
+        folder = os.path.join(load_dir, str(tag))
         _check_tag(os.path.normpath(str(tag)))
-        settle(engine, os.path.dirname(os.path.join(load_dir, str(tag))))
+        settle(engine, os.path.dirname(folder))
+        if not any(on_all_ranks(lambda: os.path.isdir(folder), f"read {folder}")):
+            raise ConfigError(f"{folder}: there is no such checkpoint; give load_checkpoint the tag of another")
     return tag
 
 
@@ -138,10 +145,16 @@ def _latest(load_dir: str, name: str) -> str | None:
 
 
 def _check_tags(tag: str) -> None:
-    tags = on_all_ranks(lambda: _check_tag(tag), "say its tag")
+    tags = on_all_ranks(lambda: _check_new_tag(tag), "say its tag")
     other = next((rank for rank, its in enumerate(tags) if its != tags[0]), None)
     if other is not None:
         raise ConfigError(f"save_checkpoint: tag {tags[0]!r} on rank 0, {tags[other]!r} on rank {other}: give all ranks the same")
+
+
+def _check_new_tag(tag: str) -> str:
+    if any(sign in tag for sign in "*?["):
+        raise ConfigError(f"tag {tag!r} has one of *?[, and DeepSpeed could not find it again; choose another")
+    return _check_tag(tag)
 
 
 def _check_tag(tag: str) -> str:

@@ -18,6 +18,11 @@ LATE = ("Timed out", "timeout caused")
 """In what Gloo says when a process at the other end has not answered for as long as its group allows."""
 
 
+def is_late(error: Exception) -> bool:
+    """Whether Gloo says that."""
+    return any(sign in str(error) for sign in LATE)
+
+
 def is_of_gloo(error: Exception) -> bool:
     """Whether Gloo says this: it begins with the place in its sources."""
     return re.match(r"\[\S*gloo/", str(error)) is not None
@@ -65,10 +70,10 @@ class Channel:
             raise self._lost(error) from None
 
     def _lost(self, error: Exception) -> RuntimeError:
-        if any(sign in str(error) for sign in LATE):
+        if is_late(error):
             return RuntimeError(
-                f"stage {self.me} has waited too long for stage {self.stage} (rank {self.rank}): look for what that process is doing; the "
-                f"limit is the timeout given to init_distributed() ({first_words(error)})"
+                f"stage {self.me} has waited too long for stage {self.stage} (rank {self.rank}): look for what that process is doing "
+                f"({first_words(error)})"
             )
         return RuntimeError(
             f"stage {self.me} lost its connection to stage {self.stage} (rank {self.rank}): that process has ended, look for what it said "

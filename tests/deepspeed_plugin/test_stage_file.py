@@ -17,12 +17,13 @@ TENSORS = {
     "number": torch.tensor(2.5),
     "turned": torch.arange(6.0).view(2, 3).T.contiguous(),
 }
-ABOUT = {"stages": 2, "read_ahead": [[1, None]]}
+NAME = "async_pipeline-stage_000-replica_000.safetensors"
+ABOUT = {"name": NAME, "stages": 2, "read_ahead": [[1, None]]}
 
 
 @pytest.fixture
 def path(tmp_path):
-    path = tmp_path / "async_pipeline-stage_000-replica_000.safetensors"
+    path = tmp_path / NAME
     stage_file.write(str(path), ABOUT, TENSORS)
     return path
 
@@ -52,6 +53,13 @@ def _refused(path):
         assert str(path) in str(error)
     else:
         assert about == {"format": 2, **ABOUT} and all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_the_file_of_another_stage_is_refused(path):
+    other = path.with_name(NAME.replace("stage_000", "stage_001"))
+    path.rename(other)
+    with pytest.raises(ConfigError, match=f"stage_001-replica_000.safetensors was written as {NAME}"):
+        stage_file.read(str(other))
 
 
 def test_a_later_format_is_refused(path, monkeypatch):

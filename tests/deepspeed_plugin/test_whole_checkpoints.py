@@ -112,6 +112,8 @@ REFUSED = {
     ("save", "checkpoint", ""): "tag '.' is no name of a checkpoint",
     ("save", "checkpoint", "of {rank}"): "tag 'of 0' on rank 0, 'of 1' on rank 1: give all ranks the same",
     ("load", "checkpoint", "a.replaced"): "tag 'a.replaced' is no name of a checkpoint",
+    ("save", "checkpoint", "a[1]"): "tag 'a[1]' has one of *?[",
+    ("load", "checkpoint", "z"): "checkpoint/z: there is no such checkpoint",
 }
 LATER = [["save", "checkpoint", "b"], ["save", "checkpoint", "c", {"save_latest": False}], ["load", "checkpoint"]]
 JOB = [

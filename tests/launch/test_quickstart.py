@@ -57,7 +57,7 @@ def test_a_signal_stops_all_processes_after_a_checkpoint_and_the_run_goes_on_fro
             assert job.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
             time.sleep(0.2)
         job.send_signal(signal.SIGTERM)
-        job.wait(timeout=60)
+        assert job.wait(timeout=60) == 143
     said = (tmp_path / "log").read_text()
     update = int(re.search(r"stopped by a signal after update (\d+), which is saved; --name stopped --resume goes on", said)[1])
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or ())]

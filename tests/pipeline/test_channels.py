@@ -29,7 +29,7 @@ def channel():
     ("text", "words"),
     [
         (CLOSED, ["stage 0 lost its connection to stage 3 (rank 0)", "has ended", "(Connection closed by peer [127.0.0.1]:4242)"]),
-        (LATE, ["stage 0 has waited too long for stage 3 (rank 0)", "timeout", "(Timed out waiting 5000ms"]),
+        (LATE, ["stage 0 has waited too long for stage 3 (rank 0)", "is doing (Timed out waiting 5000ms"]),
     ],
 )
 def test_the_other_end_is_named_and_what_became_of_it(channel, text, words):
