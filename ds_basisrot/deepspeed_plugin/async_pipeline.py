@@ -1,6 +1,7 @@
 """The asynchronous schedule of one DeepSpeed PipelineEngine: what it replaces on the engine, and what happens between two calls."""
 
 import inspect
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -138,16 +139,23 @@ class AsyncPipeline:
         except OutOfData:
             self._filled = False
             self.versions.drop()  # of a snapshot that nobody has used, and that may be of other weights by the next call
-            self.engine.timers(TRAIN_BATCH_TIMER).stop()  # which train_batch() has started
+            self._stop_timer()
             raise StopIteration(
                 f"the data iterator has fewer microbatches left than an update needs ({self.engine.micro_batches})"
             ) from None
-        except RuntimeError as error:
+        except BaseException as error:
+            self._stop_timer()
             self._say_who_is_gone(error)
             raise
 
+    def _stop_timer(self) -> None:
+        """Where train_batch(), which has started it, will not: the script may catch what is raised, and call again."""
+        with suppress(RuntimeError):  # of an accelerator that has failed
+            self.engine.timers(TRAIN_BATCH_TIMER).stop()
+
     def _train(self) -> None:
         accumulation = self.engine.micro_batches
+        self.stage.check_whole()
         self._check_trainable()
         short, other = self._choose_data()
         lacking = self._hear_replicas()
@@ -182,12 +190,13 @@ class AsyncPipeline:
         try:
             dist.all_reduce(numbers, group=engine.grid.get_data_parallel_group())
         except RuntimeError as error:
+            self._stop_timer()
             self._say_who_is_gone(error)
             raise
         self._replicas = numbers[1:]
         return numbers[0] / engine.dp_world_size
 
-    def _say_who_is_gone(self, error: RuntimeError) -> None:
+    def _say_who_is_gone(self, error: BaseException) -> None:
         """Name the stage where Gloo says that a process has ended during a sum over replicas."""
         if self.engine.is_data_parallel and is_of_gloo(error) and any(sign in str(error) for sign in GONE):
             raise RuntimeError(
@@ -197,6 +206,7 @@ class AsyncPipeline:
 
     def _eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's eval_batch on the newest weights; training goes on bitwise as if it had not been called."""
+        self.stage.check_whole()
         module, device = self.engine.module, self.engine.device
         offset = module.micro_offset
         with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
@@ -231,6 +241,7 @@ class AsyncPipeline:
 
         Public as `engine.drain()`: needed before parameters are frozen or unfrozen in the middle of a run.
         """
+        self.stage.check_whole()
         if self._filled:
             self.stage.drop()
             self._filled = False

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..common.blocks import PipelineOptions
 from ..pipeline.lagged_norms import LaggedNorms
-from ..pipeline.stage_loop import StageLoop
+from ..pipeline.stage_loop import CallEnded, StageLoop
 from ..pipeline.stop_requests import StopRequests
 from ..pipeline.transport import Transport
 from ..pipeline.weight_versions import WeightVersions
@@ -25,11 +25,11 @@ OTHER_DATA = (
 )
 
 
-class OutOfData(Exception):
+class OutOfData(CallEnded):
     """There is not enough data for one more update, on every stage."""
 
 
-class _Abandoned(Exception):
+class _Abandoned(CallEnded):
     """The stage after this one says that what is in flight is dropped."""
 
 
@@ -91,6 +91,10 @@ class Stage(StageLoop):
 
     def abandon(self, first: int) -> None:
         """On the first and last stage, at the start of a call: drop what is in flight. The stages between learn it from the last one."""
+        self.exchange(lambda: self._abandon(first))
+        self.forget()
+
+    def _abandon(self, first: int) -> None:
         if self.stages > 1 and self.is_first:
             self.transport.send_activation(-1, self.control(Sort.ABANDON), self.norms.known, None)
             self.transport.post_gradient(first)
@@ -102,7 +106,6 @@ class Stage(StageLoop):
             self.transport.post_activation()
             self.transport.send_gradient(first, self.control(Sort.ABANDON), self.norms.fields, None)
             self.transport.drop_activations()
-        self.forget()
 
     def send_stop(self) -> None:
         """On the first stage, before the pipeline fills: there is not enough data for an update."""

@@ -14,6 +14,10 @@ from .weight_versions import WeightVersions
 from .wire import Control, Payload, Sort
 
 
+class CallEnded(Exception):
+    """Ends a call before its end, where all stages learn that nothing is in flight any more."""
+
+
 class StageLoop:
     """The state of one stage between and within calls. A subclass makes `forward`, `backward` and, where it belongs to a call, `update`.
 
@@ -36,6 +40,7 @@ class StageLoop:
         self.outputs: dict[int, Payload] = {}
         self.gradients: list[Tensor] = []
         self.holes: set[int] = set()
+        self._exchanging = False
         self._calls: dict[tuple[int, bool], list[tuple[Action, Callable[[int], None]]]] = {}
         self._handlers: dict[Kind, Callable[[int], None]] = {
             Kind.POST_ACTIVATION: lambda _: transport.post_activation(),
@@ -68,8 +73,34 @@ class StageLoop:
             filled: whether the pipeline is.
             updates: how many this stage has made by now.
         """
-        run(self._actions(accumulation, filled), first, self.trace, updates)
+        self.exchange(lambda: self._run(self._actions(accumulation, filled), first, updates))
+
+    def _run(self, actions: list[tuple[Action, Callable[[int], None]]], first: int, updates: Callable[[], int]) -> None:
+        run(actions, first, self.trace, updates)
         self.transport.finish_gradients()
+
+    def exchange(self, action: Callable[[], None]) -> None:
+        """Do what exchanges messages with other stages. Where it fails, nobody knows what is in flight, and nothing follows."""
+        self.check_whole()
+        self._exchanging = True
+        try:
+            action()
+        except CallEnded:
+            self._exchanging = False
+            raise
+        self._exchanging = False
+
+    def check_whole(self) -> None:
+        """Refuse to go on after an exchange that has failed: other stages wait for what it did not send, and this one would for ever.
+
+        Raises:
+            RuntimeError: one has.
+        """
+        if self._exchanging:
+            raise RuntimeError(
+                f"stage {self.index} failed in the middle of an earlier call (see what it raised), and what it had in flight is lost: "
+                "end the job and resume from a checkpoint"
+            )
 
     def _actions(self, accumulation: int, filled: bool) -> list[tuple[Action, Callable[[int], None]]]:
         """Of a call whose first microbatch is 0, and what they do. All calls but those after a cut are alike."""
@@ -80,6 +111,7 @@ class StageLoop:
 
     def drop(self) -> None:
         """Between two calls, on all stages: drop what is in flight."""
+        self.check_whole()
         self.transport.drop_activations()
         self.forget()
 

@@ -220,3 +220,12 @@ def test_a_job_that_cannot_go_on_ends_at_once_with_the_reason(fault, message):
     job = run_job(2, HERE / "faulty_job.py", fault)
     assert job.returncode != 0 and time.monotonic() - start < 60
     assert message in job.stderr + job.stdout
+
+
+def test_a_script_that_catches_an_error_cannot_go_on_where_messages_are_lost():
+    job = run_job(2, HERE / "faulty_job.py", "a layer raises, and the script goes on")
+    assert job.returncode != 0
+    caught = [line.partition("caught: ")[2] for line in job.stdout.splitlines() if "caught: " in line]
+    assert sum("no data iterator" in line for line in caught) == 2
+    assert sum("the third forward fails" in line for line in caught) == 1
+    assert sum("stage 1 failed in the middle of an earlier call" in line for line in caught) == 4  # train, evaluate, drain, save
