@@ -115,6 +115,8 @@ def build_engine(job: Job):
     from deepspeed.runtime.config import DeepSpeedConfigError
     from gpt_model import pipeline
 
+    from ds_basisrot.common.blocks import ConfigError
+
     flags, ds_config = job.flags, job.ds_config
     needs_plugin = str(ds_config["optimizer"].get("type")).lower() == "basisrotation" or "schedule" in ds_config.get("pipeline", {})
     if needs_plugin and "ds_basisrot.deepspeed_plugin" not in sys.modules:
@@ -135,10 +137,14 @@ def build_engine(job: Job):
         refuse(f"--ds-config {flags.ds_config}: {' '.join(str(error).split())}")
     if flags.resume:
         try:
-            _, saved = engine.load_checkpoint(str(job.folder.checkpoints))
+            path, saved = engine.load_checkpoint(str(job.folder.checkpoints))
+        except ConfigError as error:
+            refuse(f"--resume: {error}")
         except (KeyError, RuntimeError, ValueError) as error:  # most likely the optimizer of another JSON
             reason = " ".join(f"{type(error).__name__} {error}".split())[:200]
             refuse(f"--resume: {job.folder.path} does not load with {flags.ds_config}; give the --ds-config it began with ({reason})")
+        if engine.global_steps != job.updates_done:  # as a universal checkpoint that was converted from an older one
+            refuse(f"--resume: {path} is of update {engine.global_steps}, the run's latest checkpoint of {job.updates_done}")
         if engine.global_rank == 0 and saved["data_sha256"] != job.text.sha256:
             print("warning: this is not the text that the run was trained on so far", flush=True)
         if isinstance(engine.lr_scheduler, WarmupCosine):

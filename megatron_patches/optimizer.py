@@ -243,7 +243,7 @@ def _replace_inner(
     for ownership in rotation.ownership.values():
         moved = f"{sum(ownership.sent)} elements go to owners and back" if replicas is None else "the owners' weights go to all of them"
         log(
-            f"{len(ownership.owners)} weights owned by {len(ownership.state_bytes)} ranks, at most "
+            f"{len(ownership.owners)} weights owned by {len(ownership.state_bytes)} rank(s), at most "
             f"{max(ownership.state_bytes) / 1e6:.3g} MB of states each ({ownership.imbalance:.3g} of the mean); "
             f"in an update {moved}"
         )

@@ -69,7 +69,7 @@ def contestants(names: Sequence[str], shapes: Sequence[tuple[int, int]], period:
         try:
             present.append(_PEERS[name](period))
         except ImportError as error:
-            missing[name] = f'install the extra "peers" (pip install "ds_basisrot[peers]"): {error}'
+            missing[name] = f'install the extra "peers" (in the checkout: pip install ".[peers]"): {error}'
     return present, missing
 
 

@@ -128,12 +128,10 @@ def load(pipeline: Any, checkpoint_path: str) -> None:
     pipeline.feeds.restore([])
     saved_replicas = _load_of_stage(pipeline, folder)
     if saved_replicas != engine.dp_world_size:
-        by = (
-            "not saved by this schedule"
-            if saved_replicas is None
-            else f"saved on {saved_replicas} replicas, here are {engine.dp_world_size}"
-        )
-        log(f"{folder} was {by}; random states and data that was read ahead start anew")
+        by = f"was saved on {saved_replicas} replicas, here are {engine.dp_world_size}"
+        if saved_replicas is None:
+            by = "is a universal checkpoint" if engine.load_universal_checkpoint() else "was not saved by this schedule"
+        log(f"{folder} {by}; random states and data that was read ahead start anew")
         return
     about, tensors = stage_file.read(_path(engine, folder))
     torch.set_rng_state(tensors["cpu_rng_state"])

@@ -30,9 +30,7 @@ def share(engine: Any, costs: dict[str, int]) -> None:
     optimizer.share_refreshes(staleness, of_stages, engine.stage_id)
     for allocation, period in sorted({(group["refresh_allocation"], group["refresh_period"]) for group in optimizer.param_groups}):
         if allocation != "uniform" and of_stages[engine.stage_id] > 0:
-            rate = refresh.rates(allocation, period, staleness, of_stages)[engine.stage_id]
-            part = rate * of_stages[engine.stage_id] / sum(of_stages) * period
-            log_stage(engine, f"refreshes every {float(1 / rate):.3g} updates (uniform: {period}), share of the budget {float(part):.0%}")
+            log_stage(engine, refresh.describe_share(allocation, period, staleness, of_stages, engine.stage_id))
 
 
 def _name(stage: int) -> str:

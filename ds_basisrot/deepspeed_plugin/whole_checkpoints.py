@@ -10,7 +10,7 @@ import inspect
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -79,8 +79,10 @@ def load(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """`load_checkpoint`, after what killed saves left is brought into order. Every rank calls it.
 
     Raises:
-        ConfigError: a tag that no checkpoint has.
+        ConfigError: a tag that no checkpoint has; ZeRO states of another number of ranks.
     """
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
     bound = inspect.signature(original).bind(engine, *args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
@@ -88,7 +90,13 @@ def load(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
     if hasattr(engine, "async_pipeline"):
         checkpoint.check(engine, arguments["load_dir"], arguments["tag"], arguments["load_module_only"])
     read = zero_checkpoint.load if _is_sharded(engine) else zero_checkpoint.load_with_bf16_states
-    return read(engine, original, *bound.args[1:], **bound.kwargs)
+    try:
+        return read(engine, original, *bound.args[1:], **bound.kwargs)
+    except ZeRORuntimeException as error:
+        raise ConfigError(
+            f"{os.path.join(arguments['load_dir'], str(arguments['tag']))}: {error} Convert it with python -m "
+            "deepspeed.checkpoint.ds_to_universal, and load that with checkpoint.load_universal true"
+        ) from None
 
 
 def settle_before_load(engine: Any, load_dir: str, tag: Any) -> Any:
@@ -139,9 +147,22 @@ def settle(engine: Any, parent: str) -> None:
 
 
 def _latest(load_dir: str, name: str) -> str | None:
-    with suppress(FileNotFoundError), open(os.path.join(load_dir, name)) as file:
-        return file.read().strip()
-    return None
+    """What a file of this name says; None where there is none.
+
+    Raises:
+        ConfigError: a universal checkpoint is older than the latest one: a job that resumes for the second time would go back to it.
+    """
+    path, saved = os.path.join(load_dir, name), os.path.join(load_dir, "latest")
+    if not os.path.exists(path):
+        return None
+    with open(path) as file:
+        tag = file.read().strip()
+    if os.path.exists(saved) and os.path.getmtime(saved) > os.path.getmtime(path):
+        raise ConfigError(
+            f"checkpoint.load_universal: {path} names {tag}, and {saved} a checkpoint that was saved later; remove load_universal to go on "
+            f"from that one, or give load_checkpoint the tag {tag!r}"
+        )
+    return tag
 
 
 def _check_tags(tag: str) -> None:

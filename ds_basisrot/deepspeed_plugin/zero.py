@@ -41,7 +41,7 @@ def bind(optimizer: ShardedBasisRotation, wrapper: Any, engine: Any) -> None:
     for ownership in optimizer.ownership.values():
         log_stage(
             engine,
-            f"{kind}: {len(ownership.owners)} matrices owned by {len(ownership.state_bytes)} ranks, at most "
+            f"{kind}: {len(ownership.owners)} matrices owned by {len(ownership.state_bytes)} rank(s), at most "
             f"{max(ownership.state_bytes) / 1e6:.3g} MB of states each ({ownership.imbalance:.3g} times the mean); in an update "
             f"{sum(ownership.sent)} elements go to owners and back",
         )

@@ -50,6 +50,13 @@ def rates(allocation: str, period: int, staleness: Sequence[float], costs: Seque
     return result
 
 
+def describe_share(allocation: str, period: int, staleness: Sequence[float], costs: Sequence[float], stage: int) -> str:
+    """In words, how often the matrices of one stage are refreshed, and what part of all refreshing that is; arguments as of `rates`."""
+    rate = rates(allocation, period, staleness, costs)[stage]
+    part = rate * Fraction(costs[stage]) / sum(map(Fraction, costs)) * period
+    return f"refreshes every {float(1 / rate):.3g} updates (uniform: {period}), share of the budget {float(part):.0%}"
+
+
 def offsets(costs: Sequence[float], rate: Fraction) -> list[int]:
     """Offsets of matrices in updates, such that their refreshes' costs are spread evenly: the dearest first, each where the load is least.
 

@@ -98,6 +98,8 @@ def describe_sides(roles: Iterable[Role]) -> str:
     for role in roles:
         for stack in role.stacks:
             counts[stack.sides] += stack.part.shape[0]
+    if not counts:
+        return "no matrix is rotated (no side is, or those that would be are longer than max_dim): this is AdamW"
     listed = ", ".join(f"{counts[sides]} {phrase}" for sides, phrase in words.items() if counts[sides])
     return f"{sum(counts.values())} matrices are rotated" + (f", {listed}" if listed else "")
 

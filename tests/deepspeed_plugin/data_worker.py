@@ -28,6 +28,7 @@ def run(case, out):
         "optimizer": OPTIMIZERS[case.get("optimizer", "AdamW")],
         "pipeline": {"schedule": "async_1f1b", **case.get("pipeline", {})},
         "steps_per_print": 10**9,
+        **case.get("config", {}),
     }
     seen = []
 
@@ -36,7 +37,7 @@ def run(case, out):
             seen.append(labels)
         return torch.nn.functional.mse_loss(outputs, labels)
 
-    module = PipelineModule(blocks(stages), num_stages=stages, loss_fn=loss_fn, partition_method="uniform")
+    module = PipelineModule(blocks(case.get("layers", 2 * stages) // 2), num_stages=stages, loss_fn=loss_fn, partition_method="uniform")
     engine = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
     replica, gave, iterators, reads = engine.grid.get_data_parallel_id(), [], {}, {}
     for step, *arguments in case["script"]:

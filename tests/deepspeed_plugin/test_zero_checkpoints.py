@@ -30,6 +30,7 @@ UNIVERSAL = [
     {"name": f"universal-{saved}-as-{stage}", "stage": stage, "load": f"saved-{saved}/checkpoint", "load_universal": True}
     for saved, stage in ((1, 1), (1, 2), (3, 3))
 ]
+UNCONVERTED = {"name": "unconverted", "stage": 1, "load": "saved-1/checkpoint", "refused": True}
 # What is done to a checkpoint, or how else the one who loads it is configured -> words of the refusal.
 DAMAGES = {
     "truncated": ["rank_00001.safetensors", "truncated"],
@@ -65,7 +66,7 @@ def out(tmp_path_factory):
     run_cases(2, [*RESUMED, *UNIVERSAL, *DAMAGED], out, "zero_worker.py")
     for processes in (1, 4):
         (out / f"on-{processes}").mkdir()
-        cases = [{**case, "name": f"on-{processes}/{case['name']}"} for case in UNIVERSAL]
+        cases = [{**case, "name": f"on-{processes}/{case['name']}"} for case in (*UNIVERSAL, UNCONVERTED)]
         run_cases(processes, cases, out, "zero_worker.py")
     return out
 
@@ -129,6 +130,12 @@ def test_a_universal_checkpoint_goes_on_bitwise_on_as_many_ranks(out, case):
 def test_a_universal_checkpoint_goes_on_with_its_bases_on_fewer_and_on_more_ranks(out, case, processes):
     whole = load(out, f"saved-{case[10]}")
     assert difference(whole, load(out, f"on-{processes}/{case}")) <= 1e-2 * movement(whole)
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_another_number_of_ranks_is_refused_with_the_way_out(out, processes):
+    message = load(out, f"on-{processes}/unconverted")["message"]
+    assert "world size of 2" in message and "ds_to_universal, and load that with checkpoint.load_universal true" in message
 
 
 @pytest.mark.parametrize("stage", STAGES)
