@@ -86,7 +86,7 @@ def train(job: Job) -> None:
             held_out = held_out_batches(job.text.held_out, flags.context, micro_batch, replica, replicas, flags.eval_batches)
             held_out_loss = float(engine.eval_batch(held_out, num_micro_batches=flags.eval_batches))
         if leads:
-            tokens = update * engine.train_batch_size() * flags.context
+            tokens = engine.global_samples * flags.context
             metrics.write(update=update, loss=loss, held_out_loss=held_out_loss, lr=lr, updates_per_s=round(1 / update_s, 3), tokens=tokens)
             progress.show(update, loss, (update - job.updates_done) / training_s, held_out_loss)
         if last or stopped or update % flags.save_interval == 0:

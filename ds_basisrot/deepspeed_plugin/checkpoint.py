@@ -91,7 +91,8 @@ def check(engine: Any, load_dir: str, tag: str | None, weights_alone: bool = Fal
     if first is None:
         return
     if first["stages"] != engine.num_stages:
-        raise ConfigError(f"{folder}: saved with {first['stages']} stages, this run has {engine.num_stages}; resume with as many")
+        way_out = ", or convert it with python -m deepspeed.checkpoint.ds_to_universal" if engine.zero_optimization() else ""
+        raise ConfigError(f"{folder}: saved with {first['stages']} stages, this run has {engine.num_stages}; resume with as many{way_out}")
     lacking = [path for its in found for path in its.lacking]
     if lacking:
         raise ConfigError(f"{lacking[0]} is missing: copy the whole checkpoint, or resume from another")
@@ -131,7 +132,8 @@ def load(pipeline: Any, checkpoint_path: str) -> None:
         by = f"was saved on {saved_replicas} replicas, here are {engine.dp_world_size}"
         if saved_replicas is None:
             by = "is a universal checkpoint" if engine.load_universal_checkpoint() else "was not saved by this schedule"
-        log(f"{folder} {by}; random states and data that was read ahead start anew")
+        others = "" if saved_replicas is not None else ", gradient norms of other stages"
+        log(f"{folder} {by}; random states{others} and data that was read ahead start anew")
         return
     about, tensors = stage_file.read(_path(engine, folder))
     torch.set_rng_state(tensors["cpu_rng_state"])

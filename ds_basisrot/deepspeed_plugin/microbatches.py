@@ -57,6 +57,7 @@ class Feeds:
         self.now: Feed | None = None
         self._kept: list[Feed] = []
         self._restored: list[Microbatch] | None = None  # of a checkpoint; None: none was loaded since the present iterator came
+        self._to_settle = False  # whether the present iterator is new, and `settle` has not decided yet
 
     def select(self, iterator: Any) -> bool:
         """Let `iterator` be the present one; whether it was another one before.
@@ -65,7 +66,8 @@ class Feeds:
             RuntimeError: too many iterators were left in the middle.
         """
         if self.now is not None and self.now.iterator is iterator:
-            self._restored = None
+            if self.now.items or not self._to_settle:
+                self._restored = None
             return False
         if self.now is not None and self.now.items:
             self._kept.append(self.now)
@@ -78,7 +80,7 @@ class Feeds:
         if known is not None:
             self._kept.remove(known)
             self._restored = None
-        self.now = known or Feed(iterator)
+        self.now, self._to_settle = known or Feed(iterator), known is None
         return True
 
     def has_ended(self, needed: int) -> bool:
@@ -129,14 +131,15 @@ class Feeds:
         Raises:
             RuntimeError: the first stage uses what had been read ahead, and there is nothing of it here.
         """
-        restored, self._restored = self._restored, None
+        restored = self._restored
         if use_restored and not restored:
             raise RuntimeError("train_batch(): the checkpoint has inputs that had been read ahead, but no labels: it is damaged")
         if not restored or self.now.items:
-            return False
-        if use_restored is None:
-            self.fill(1, 0)
+            use_restored = False
+        elif use_restored is None:
+            self.fill(1, 0)  # where it raises nothing is decided, and a script may call again
             use_restored = not (self.now.items and _equal(self.now.items[0], restored[0]))
+        self._restored, self._to_settle = None, False
         if use_restored:
             self.now.items.extendleft(reversed(restored))
         return use_restored

@@ -1,5 +1,7 @@
 """Which layers of a PipelineModule share weights across stages."""
 
+from typing import Any
+
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 
 
@@ -10,6 +12,12 @@ def tied_stages(module: PipelineModule) -> dict[str, list[int]]:
         if isinstance(spec, TiedLayerSpec):
             found.setdefault(spec.key, set()).add(module.stage_owner(index))
     return {key: sorted(stages) for key, stages in sorted(found.items()) if len(stages) > 1}
+
+
+def tied_keys(module: Any) -> list[str]:
+    """Keys of all tied layers of a model, the same on all stages; none where it is no pipeline."""
+    specs = module._layer_specs if isinstance(module, PipelineModule) else ()
+    return sorted({spec.key for spec in specs if isinstance(spec, TiedLayerSpec)})
 
 
 def tied_names(module: PipelineModule) -> list[str]:

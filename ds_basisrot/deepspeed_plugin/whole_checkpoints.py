@@ -6,13 +6,16 @@ ends a step before any begins the next, so what is found after a kill tells how 
 that loses power may also lose what its file system had not put on the disk yet.)
 """
 
+import glob
 import inspect
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
+
+import torch
 
 from ..common.blocks import ConfigError
 from ..common.log import log
@@ -22,6 +25,9 @@ from .on_all_ranks import on_all_ranks
 
 # The only one of DeepSpeed's writers that has written when it returns, and in one way.
 WRITER = "TorchCheckpointEngine"
+
+UNIVERSAL = "zero"
+"""A folder that converted checkpoints have, and others have not."""
 
 
 def save(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -79,13 +85,14 @@ def load(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """`load_checkpoint`, after what killed saves left is brought into order. Every rank calls it.
 
     Raises:
-        ConfigError: a tag that no checkpoint has; ZeRO states of another number of ranks.
+        ConfigError: a tag that no checkpoint has, a universal checkpoint that lacks something, or ZeRO states of another number of ranks.
     """
     from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
     bound = inspect.signature(original).bind(engine, *args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
+    _check_ties(engine)
     arguments["tag"] = settle_before_load(engine, arguments["load_dir"], arguments["tag"])
     if hasattr(engine, "async_pipeline"):
         checkpoint.check(engine, arguments["load_dir"], arguments["tag"], arguments["load_module_only"])
@@ -99,6 +106,20 @@ def load(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
         ) from None
 
 
+def _check_ties(engine: Any) -> None:
+    """Refuse what a universal checkpoint does not have: states of each stage's copy of tied layers, and sums that are late."""
+    if not (engine.load_universal_checkpoint() and (hasattr(engine, "async_pipeline") or _is_sharded(engine))):
+        return
+    from .tied_layers import tied_keys
+
+    keys = tied_keys(engine.module)
+    if keys:
+        raise ConfigError(
+            f"checkpoint.load_universal: layers are tied ({', '.join(keys)}), and a universal checkpoint does not have the states of each "
+            "stage's copy; resume with as many stages and replicas, without it"
+        )
+
+
 def settle_before_load(engine: Any, load_dir: str, tag: Any) -> Any:
     """Bring what is about to be loaded into order; returns its tag, None where there is no latest.
 
@@ -108,6 +129,8 @@ def settle_before_load(engine: Any, load_dir: str, tag: Any) -> Any:
     if tag is None:
         name = "latest_universal" if engine.load_universal_checkpoint() else "latest"
         tag = on_all_ranks(lambda: _latest(load_dir, name), f"read {load_dir}")[0]
+        if tag and name != "latest":
+            on_all_ranks(lambda: _check_not_overtaken(load_dir, tag), f"read {load_dir}")
         if tag == "":
             raise ConfigError(
                 f"{os.path.join(load_dir, name)} is empty: write the name of a checkpoint into it, or give load_checkpoint a tag"
@@ -116,8 +139,14 @@ def settle_before_load(engine: Any, load_dir: str, tag: Any) -> Any:
         folder = os.path.join(load_dir, str(tag))
         _check_tag(os.path.normpath(str(tag)))
         settle(engine, os.path.dirname(folder))
-        if not any(on_all_ranks(lambda: os.path.isdir(folder), f"read {folder}")):
+        looks = on_all_ranks(lambda: (os.path.isdir(folder), os.path.isdir(os.path.join(folder, UNIVERSAL))), f"read {folder}")
+        if not any(present for present, _ in looks):
             raise ConfigError(f"{folder}: there is no such checkpoint; give load_checkpoint the tag of another")
+        universal = any(is_universal for _, is_universal in looks)
+        if universal and not engine.load_universal_checkpoint():
+            raise ConfigError(f"{folder} is a universal checkpoint: set checkpoint.load_universal true, or load the one it was made from")
+        if not universal and engine.load_universal_checkpoint():
+            raise ConfigError(f"{folder} is no universal checkpoint: remove checkpoint.load_universal, or load one that was converted")
     return tag
 
 
@@ -147,22 +176,30 @@ def settle(engine: Any, parent: str) -> None:
 
 
 def _latest(load_dir: str, name: str) -> str | None:
-    """What a file of this name says; None where there is none.
+    with suppress(FileNotFoundError), open(os.path.join(load_dir, name)) as file:
+        return file.read().strip()
+    return None
 
-    Raises:
-        ConfigError: a universal checkpoint is older than the latest one: a job that resumes for the second time would go back to it.
-    """
-    path, saved = os.path.join(load_dir, name), os.path.join(load_dir, "latest")
-    if not os.path.exists(path):
-        return None
-    with open(path) as file:
-        tag = file.read().strip()
-    if os.path.exists(saved) and os.path.getmtime(saved) > os.path.getmtime(path):
+
+def _check_not_overtaken(load_dir: str, tag: str) -> None:
+    """Refuse the latest universal checkpoint where the run has saved since: a job that resumes for the second time would go back to it."""
+    saved = _latest(load_dir, "latest")
+    updates = [_update_of(os.path.join(load_dir, each)) if each else None for each in (tag, saved)]
+    if None not in updates and updates[0] < updates[1]:
         raise ConfigError(
-            f"checkpoint.load_universal: {path} names {tag}, and {saved} a checkpoint that was saved later; remove load_universal to go on "
-            f"from that one, or give load_checkpoint the tag {tag!r}"
+            f"checkpoint.load_universal: {os.path.join(load_dir, 'latest_universal')} names {tag} of update {updates[0]}, and "
+            f"{os.path.join(load_dir, 'latest')} names {saved} of update {updates[1]}; remove load_universal to go on from that one, or "
+            f"give load_checkpoint the tag {tag!r}"
         )
-    return tag
+
+
+def _update_of(folder: str) -> int | None:
+    """Of which update a checkpoint is; None where its first file does not say."""
+    files = sorted(glob.glob(os.path.join(glob.escape(folder), "*mp_rank_00_model_states.pt")))
+    try:
+        return int(torch.load(files[0], map_location="cpu", mmap=True, weights_only=False)["global_steps"])
+    except Exception:  # whatever is wrong with it, whoever loads it will say
+        return None
 
 
 def _check_tags(tag: str) -> None:

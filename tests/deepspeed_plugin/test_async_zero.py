@@ -39,10 +39,15 @@ CLIPPED = [{"name": "clipped-zero", "optimizer": "BasisRotation", "clip": 0.05, 
 # Stages share a module of one name, but only one of its parameters; DeepSpeed's own schedule.
 TIED = {"name": "tied", "optimizer": "BasisRotation", "tied": True, "schedule": "1f1b", "config": ZERO, "save_after": 5}
 TIED_RESUMED = {**TIED, "name": "tied-resumed", "save_after": None, "load": "tied"}
+# On four stages, two of which have no tied layer; refused before anything is read.
+TIED_UNIVERSAL = {
+    **TIED, "name": "tied-universal", "schedule": "async_1f1b", "save_after": None, "load": "nothing", "refused": True,
+    "config": {**ZERO, "checkpoint.load_universal": True},
+}  # fmt: skip
 EVALUATED = {"name": "evaluated", "optimizer": "BasisRotation", "config": {**BF16, **ZERO}, "eval_after": [1, 2, 7]}
 JOBS = {
     2: [*COMPARED, *RESUMED, *CLIPPED, EVALUATED, TIED, TIED_RESUMED],
-    4: [*COMPARED, *REPLICATED, *RESUMED, *RESUMED_REPLICATED],
+    4: [*COMPARED, *REPLICATED, *RESUMED, *RESUMED_REPLICATED, TIED_UNIVERSAL],
 }
 
 
@@ -66,7 +71,7 @@ def test_weights_and_losses_are_the_simulator_s(results, processes, case):
 
 @pytest.mark.parametrize(
     "processes, case",
-    [(processes, case) for processes, cases in JOBS.items() for case in cases if case.get("load")],
+    [(processes, case) for processes, cases in JOBS.items() for case in cases if case.get("load") and not case.get("refused")],
     ids=lambda value: value["name"] if isinstance(value, dict) else str(value),
 )
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(results, processes, case):
@@ -91,3 +96,8 @@ def test_evaluation_leaves_training_bitwise_unchanged(results):
     for r, evaluated in zip(results(2, "BasisRotation-1-bf16-zero"), results(2, "evaluated")):
         assert all(torch.equal(r["weights"][name], evaluated["weights"][name]) for name in r["weights"])
         assert len(evaluated["evals"]) == 3
+
+
+def test_a_universal_checkpoint_of_tied_layers_is_refused_on_all_ranks(results):
+    for r in results(4, "tied-universal"):
+        assert "checkpoint.load_universal: layers are tied (shared)" in r["message"]
