@@ -30,7 +30,7 @@ def pipeline(replica, replicas):
     grid = SimpleNamespace(get_stage_id=lambda: 1, get_data_parallel_id=lambda: replica)
     engine = SimpleNamespace(
         grid=grid, device=torch.device("cpu"), num_stages=3, dp_world_size=replicas, module=SimpleNamespace(micro_offset=0),
-        global_steps=0, micro_batches=2,
+        global_steps=0, micro_batches=2, load_universal_checkpoint=lambda: False,
     )  # fmt: skip
     norms = LaggedNorms(1, 3, "lagged_global", engine.device)
     return SimpleNamespace(engine=engine, norms=norms, tied=Tied(), feeds=Feeds(), trained=0, saves_read_ahead=True)
