@@ -91,7 +91,10 @@ def check(engine: Any, load_dir: str, tag: str | None, weights_alone: bool = Fal
     if first is None:
         return
     if first["stages"] != engine.num_stages:
-        way_out = ", or convert it with python -m deepspeed.checkpoint.ds_to_universal" if engine.zero_optimization() else ""
+        from .tied_layers import tied_keys
+
+        convertible = engine.zero_optimization() and not tied_keys(engine.module)
+        way_out = ", or convert it with python -m deepspeed.checkpoint.ds_to_universal" if convertible else ""
         raise ConfigError(f"{folder}: saved with {first['stages']} stages, this run has {engine.num_stages}; resume with as many{way_out}")
     lacking = [path for its in found for path in its.lacking]
     if lacking:

@@ -89,6 +89,8 @@ def load(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """
     from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
+    from .tied_layers import tied_keys
+
     bound = inspect.signature(original).bind(engine, *args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
@@ -100,10 +102,10 @@ def load(engine: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
     try:
         return read(engine, original, *bound.args[1:], **bound.kwargs)
     except ZeRORuntimeException as error:
-        raise ConfigError(
-            f"{os.path.join(arguments['load_dir'], str(arguments['tag']))}: {error} Convert it with python -m "
-            "deepspeed.checkpoint.ds_to_universal, and load that with checkpoint.load_universal true"
-        ) from None
+        way_out = "Convert it with python -m deepspeed.checkpoint.ds_to_universal, and load that with checkpoint.load_universal true"
+        if tied_keys(engine.module):
+            way_out = "With tied layers it cannot be converted either: resume with as many replicas"
+        raise ConfigError(f"{os.path.join(arguments['load_dir'], str(arguments['tag']))}: {error} {way_out}") from None
 
 
 def _check_ties(engine: Any) -> None:
